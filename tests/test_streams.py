@@ -539,7 +539,7 @@ def tell_of_end(order: tuple[int, ...], place: int) -> bool:
         if not reached:
             reached = interrupted(functools.partial(receive, tasks[n]), place).reached
         receive(tasks[n])  # as after Ctrl-C
-    assert (feed.is_ended, feed.next_ordinal, feed.end_state.at) == (True, 0, 0)
+    assert (feed.is_ended, feed.next_ordinal, feed.source_state.at) == (True, 0, 0)
     return reached
 
 

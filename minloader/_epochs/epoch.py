@@ -10,6 +10,7 @@ from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
 from minloader._epochs.position import Position, Tally
+from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Task
 from minloader._worker import lifetimes
 
@@ -98,9 +99,7 @@ class Epoch:
     """What of an epoch was handed over. It outlives the iterator.
 
     Attributes:
-        number: of the epoch.
         lanes: one of a sampler, or one for each shard of a stream.
-        is_stream: which of these.
         has_given: whether it has given a batch, or begins behind one; also once an error has said
             that it gave none.
         is_one_of_several: whether the iterator goes through several epochs.
@@ -113,9 +112,7 @@ class Epoch:
         is_abandoned: whether the iterator is gone.
     """
 
-    number: int
     lanes: list[Lane]
-    is_stream: bool
     has_given: bool
     is_one_of_several: bool
     claims: Claims
@@ -125,6 +122,16 @@ class Epoch:
     left_out: int = 0
     is_over: bool = False
     is_abandoned: bool = False
+
+    @property
+    def number(self) -> int:
+        """Number of the epoch."""
+        return self.lanes[0].feed.epoch
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it is of a stream."""
+        return isinstance(self.lanes[0].feed, ShardFeed)
 
     @property
     def is_under_way(self) -> bool:
@@ -169,7 +176,7 @@ class Epoch:
                 if claim.lane is not lane or task is None:  # of another epoch; an error
                     continue
                 ordinals.append(claim.ordinal)
-                if lane.counts_samples:
+                if lane.shared.options.counts_samples:
                     tally = tally.plus(-1, -lane.samples_of(task, claim.ordinal))
             lanes.append(lane.position(tuple(ordinals)))
         return Position(

@@ -326,7 +326,6 @@ class Epochs:
         """
         shared = self.shared
         is_stream = self.shards is not None
-        number = feeds[0].epoch
         lanes = [
             Lane(
                 shared,
@@ -343,11 +342,9 @@ class Epochs:
         if tally.failed and resume is not None:
             # A state has those that were before it; here there may be others since.
             errors = resume.errors or shared.counters.last_errors
-            losses.recall(each for each in errors if each[0] == number)
+            losses.recall(each for each in errors if each[0] == resume.epoch)
         return Epoch(
-            number=number,
             lanes=lanes,
-            is_stream=is_stream,
             has_given=resume is not None and resume.has_begun,
             is_one_of_several=batches.is_of_several,
             claims=batches.claims,

@@ -330,7 +330,7 @@ class Batches(Iterator[B], Generic[B]):
             feed.error = None
             return
         taken, ahead = lane.taken_after(claim.ordinal)
-        tally = lane.tally_after(task, claim.ordinal) if lane.counts_samples else lane.tally
+        tally = lane.tally_after(task, claim.ordinal)
         reply = task.reply
         assert reply is not None
         outcomes = reply.outcomes
@@ -454,7 +454,7 @@ class Batches(Iterator[B], Generic[B]):
         self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
         tally = epoch.whole_tally()
-        if lane.counts_samples:
+        if self.shared.options.counts_samples:
             tally = tally.plus(1, lane.samples_of(task, claim.ordinal))
         excess = self._excess(epoch, tally, is_taken=False)
         if not excess:
@@ -635,7 +635,8 @@ class Batches(Iterator[B], Generic[B]):
         while True:
             for epoch in self.epochs:
                 if not epoch.is_taken:
-                    self._leave_epochs_before(epoch)
+                    if not self.claims.staged:
+                        self._leave_epochs_before(epoch)
                     return epoch
                 if self.claims.staged and not epoch.has_given:
                     raise StopIteration  # an error of its end comes behind what is staged
@@ -652,12 +653,11 @@ class Batches(Iterator[B], Generic[B]):
                 raise StopIteration
 
     def _leave_epochs_before(self, epoch: Epoch) -> None:
-        """Leave the epochs before one behind, unless a stage has batches ahead of the consumer."""
-        if self.epochs[0] is epoch or self.claims.staged:
+        """Have the consumer go on to an epoch, if it is not in that."""
+        if self.epochs[0] is epoch:
             return
         while self.epochs[0] is not epoch:
-            former = self.epochs[0]
-            former.is_over = True
+            self.epochs[0].is_over = True
             self.epochs.popleft()
         for lane in epoch.lanes:
             lane.pool.forgive_failed_starts()
@@ -667,7 +667,9 @@ class Batches(Iterator[B], Generic[B]):
 
         Before its end that was not known, or the other samples were yet to come.
         """
-        if epoch.has_reported_excess or not epoch.losses.count or not epoch.lanes[0].counts_samples:
+        if epoch.has_reported_excess or not epoch.losses.count:
+            return
+        if not self.shared.options.counts_samples:
             return
         excess = self._excess(epoch, epoch.whole_tally(), is_taken=True)
         if excess:
@@ -715,7 +717,7 @@ class Batches(Iterator[B], Generic[B]):
         claim = Claim(lane=first.lane, task=first.task, ordinal=first.ordinal)
         stage.receive(first, claim)
         stage.check_open()  # another thread may have closed it meanwhile
-        self._enter_epoch_of(first)
+        self._leave_epochs_before(next(epoch for epoch in self.epochs if first.lane in epoch.lanes))
         rest = staged[1:]
         counters = self.shared.counters
         # Without a call in between, and so without Ctrl-C.
@@ -751,9 +753,3 @@ class Batches(Iterator[B], Generic[B]):
         else:
             without_frames(claim.error)
         self._commit_claim(claim, None)
-
-    def _enter_epoch_of(self, claim: StagedClaim) -> None:
-        """Leave the epochs behind that are before the one of a batch, which is given next."""
-        while not any(lane is claim.lane for lane in self.epochs[0].lanes):
-            self.epochs[0].is_over = True
-            self.epochs.popleft()

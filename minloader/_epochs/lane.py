@@ -69,7 +69,6 @@ class Lane:
             on its way to the consumer.
         ahead: those after these that it has taken before their turn.
         tally: how many batches and samples it has taken, if these are counted.
-        counts_samples: whether they are, since ``max_errors`` is a share of them.
         tasks: what is not handed over, as far as it was drawn.
         pool: where the tasks are.
     """
@@ -89,7 +88,6 @@ class Lane:
         self.taken = feed.next_ordinal
         self.ahead = ahead
         self.tally = NOTHING_CAME
-        self.counts_samples = isinstance(shared.options.max_errors, float)
         self.tasks: deque[Task] = deque()
         self._arrivals = arrivals
         self._get_pool = get_pool
@@ -147,7 +145,7 @@ class Lane:
         return LanePosition(
             given=given,
             ahead=handed_over.ahead,
-            source_state=feed.end_state if is_ended else source_state,
+            source_state=source_state,
             check=check,
             beginning=feed.beginning,
             is_ended=is_ended,
@@ -321,7 +319,7 @@ class Lane:
 
     def tally_after(self, task: Task, ordinal: int) -> Tally:
         """Return what has come once another batch was taken."""
-        if not self.counts_samples:
+        if not self.shared.options.counts_samples:
             return self.tally
         return self.tally.plus(1, self.samples_of(task, ordinal))
 

@@ -39,6 +39,11 @@ class Options:
     concurrency: int
     chunks: bool
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether it is counted how many samples have come: ``max_errors`` is a share of them."""
+        return isinstance(self.max_errors, float)
+
 
 @dataclass(eq=False, repr=False)
 class Shared:

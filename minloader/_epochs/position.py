@@ -237,7 +237,6 @@ def _errors_state(position: Position) -> State:
 def _shard_state(lane: LanePosition) -> State:
     return {
         "batches": lane.given,
-        "delivered_ahead": [list(each) for each in lane.ahead],
         "at": lane.source_state.at,
         "state": _unpacked(lane.source_state.state),
         "beginning": _unpacked(lane.beginning),
@@ -369,7 +368,6 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
     return _consistent(
         LanePosition(
             given=check_int("batches", state["batches"], 0),
-            ahead=_read_ranges(state),
             source_state=SourceState(
                 check_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))
             ),

@@ -47,10 +47,9 @@ class ShardFeed:
     Attributes:
         pass_number: of this pass over the shard, which tells it from others in the same epoch.
         next_ordinal: of the next batch to ask for.
-        source_state: the newest state of the shard that came back.
+        source_state: the newest state of the shard that came back; at its end, from there.
         check: what the batch before that state is recognized by.
         beginning: the state that the epoch began with; None if it had none.
-        end_state: its state at the end of the epoch.
         is_ended: whether the end was seen.
         has_failed: whether reading has failed in this epoch: then the next one begins as this one
             did.
@@ -73,7 +72,6 @@ class ShardFeed:
         self.beginning = position.beginning
         self.is_ended = position.is_ended
         self.has_failed = position.has_failed
-        self.end_state = position.source_state
         self._follows = follows
 
     def following(self, epoch: int, *, is_abandoned: bool) -> ShardFeed:
@@ -85,8 +83,8 @@ class ShardFeed:
         """
         beginning = self.beginning
         begins_anew = is_abandoned or self.has_failed
-        if not begins_anew and self.is_ended and self.end_state.state is not None:
-            beginning = self.end_state.state
+        if not begins_anew and self.is_ended and self.source_state.state is not None:
+            beginning = self.source_state.state
         position = LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
         follows = None if begins_anew else self.pass_number
         return ShardFeed(self.shard, self.total, epoch, position, follows)
@@ -158,8 +156,9 @@ class ShardFeed:
             each.source_state = source_state
             each.check = check
         if not behind:
-            self.source_state = source_state
             self.check = check
+            if not is_end:
+                self.source_state = source_state
         self.has_failed |= any(map(_failed_reading, reply.outcomes))
         stop = task.first + made
         # A task behind this one may have come first, and have told of an end that is farther on.
@@ -180,7 +179,7 @@ class ShardFeed:
     def _end(self, task: Task, end_state: SourceState, lane: TaskQueue) -> None:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
-        self.end_state = end_state
+        self.source_state = end_state
         self.is_ended = True
         self.next_ordinal = end_state.at
 
