@@ -10,11 +10,9 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import repeat
-from threading import current_thread
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from minloader._checks import B, brief_repr, check_int, is_iterable
-from minloader._epochs.epoch import asked_by_stage
 from minloader._epochs.iterator import Batches
 from minloader._epochs.stage import Stage, Work
 from minloader._errors import without_frames
@@ -147,8 +145,7 @@ class Prefetched(Generic[B]):
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
         if self._is_over:
             raise StopIteration
-        if current_thread() in self._stage.threads:
-            raise asked_by_stage()
+        self._stage.refuse_own_thread()
         self._stage.check_open()
         while True:
             self._stage.send([work for work, _ in self._staged if isinstance(work, Work)])

@@ -8,44 +8,11 @@ from typing import Any
 
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed
-from minloader._epochs.lane import Lane
+from minloader._epochs.lane import Claim, Lane
 from minloader._epochs.position import Position, Tally
 from minloader._epochs.shard_feed import ShardFeed
-from minloader._epochs.task import Task
+from minloader._epochs.stage import Stage, StagedClaim
 from minloader._worker import lifetimes
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Claim:
-    """A batch, or an error in its place, that an iterator has taken for a consumer.
-
-    Attributes:
-        lane: where it was taken from.
-        task: that it is of; None of an error of the sampler.
-        ordinal: its place in the lane; -1 likewise.
-        outcome: the batch.
-        error: to be raised in its place; None: there is none.
-    """
-
-    lane: Lane | None = None
-    task: Task | None = None
-    ordinal: int = -1
-    outcome: Any = None
-    error: BaseException | None = None
-
-    def drop(self) -> None:
-        """Let go of the batch: nobody will take it. Its place remains, for the position."""
-        self.outcome = None
-        self.error = None
-
-
-def asked_by_stage() -> RuntimeError:
-    """Return the error for the thread of a stage: who waits for that is not to be waited for."""
-    return RuntimeError(
-        "the function that prefetch calls has asked the iterator for a batch, or called "
-        "state_dict or skip of the loader; that waits for the consumer, who waits for the "
-        "function: call it in the loop"
-    )
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -59,7 +26,7 @@ class Claims:
         by_thread: on its way to a thread, by the thread's identity. If Ctrl-C comes meanwhile, the
             thread is given it again.
         staged: taken ahead of the consumer, for a stage; in order.
-        stage_threads: threads of the stage that takes batches ahead; None: there is no stage.
+        stage: that batches are taken ahead for; None: there is none.
         is_taking: whether a batch is being taken, so that code of the user's may run.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
             sure of.
@@ -68,8 +35,8 @@ class Claims:
     lock: Any = field(default_factory=threading.RLock)
     process: object = field(default_factory=lambda: lifetimes.process)
     by_thread: dict[int, Claim] = field(default_factory=dict)
-    staged: tuple[Any, ...] = ()
-    stage_threads: list[threading.Thread] | None = None
+    staged: tuple[StagedClaim, ...] = ()
+    stage: Stage | None = None
     is_taking: bool = False
     is_unsure: bool = False
 
@@ -79,8 +46,8 @@ class Claims:
         Raises:
             RuntimeError: this is the thread of the stage, and who waits for that may hold it.
         """
-        if self.stage_threads and threading.current_thread() in self.stage_threads:
-            raise asked_by_stage()
+        if self.stage is not None:
+            self.stage.refuse_own_thread()
         return self.lock if self.process is lifetimes.process else threading.RLock()
 
     def go_on_here(self) -> None:

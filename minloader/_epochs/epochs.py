@@ -460,7 +460,7 @@ class Epochs:
                         "skip is refused while a batch is taken, whose place is still open: "
                         "on_error may return minloader.SKIP for it; skip others in the loop"
                     )
-                if current.claims.stage_threads is not None:
+                if current.claims.stage is not None:
                     raise RuntimeError(
                         "skip is refused while prefetch takes batches ahead of you: call it before "
                         "prefetch begins, or after loader.load_state_dict(loader.state_dict()), "

@@ -33,16 +33,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from threading import current_thread, get_ident
+from threading import get_ident
 from time import perf_counter
 from typing import Any, Generic, Self
 
 from minloader._checks import B, counted, refuse_copies
 from minloader._epochs import failures
-from minloader._epochs.epoch import Claim, Claims, Epoch, asked_by_stage
+from minloader._epochs.epoch import Claims, Epoch
 from minloader._epochs.failures import Raised
 from minloader._epochs.feed import Feed
-from minloader._epochs.lane import Lane
+from minloader._epochs.lane import Claim, Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
@@ -101,7 +101,6 @@ class Batches(Iterator[B], Generic[B]):
         self._state_dict = state_dict
         self.is_of_several = is_of_several
         self._is_endless = is_endless
-        self._stage: Stage | None = None
         self._shard_watch: ShardWatch | None = None
         self._is_over = False
         self._next_watch = 0.0  # when the pools are to look next whether a worker is stuck
@@ -115,8 +114,8 @@ class Batches(Iterator[B], Generic[B]):
         claims = self.claims
         if claims.process is not lifetimes.process:
             self._check_process()
-        if claims.stage_threads and current_thread() in claims.stage_threads:
-            raise asked_by_stage()
+        if claims.stage is not None:
+            claims.stage.refuse_own_thread()
         thread = get_ident()
         with claims.lock:
             if thread not in claims.by_thread:
@@ -141,9 +140,10 @@ class Batches(Iterator[B], Generic[B]):
     def __del__(self) -> None:
         epochs = vars(self).get("epochs")  # it may not have been made
         if epochs and not self._exits():
-            stage = self._stage
+            stage = self.claims.stage
             if stage is not None:
                 stage.close()
+                self.claims.stage = None  # which the epoch would keep
             for epoch in epochs:
                 epoch.leave()
 
@@ -167,7 +167,7 @@ class Batches(Iterator[B], Generic[B]):
         if not self.epochs:  # it begins here
             self.claims.go_on_here()
             return
-        if self._stage is not None:
+        if self.claims.stage is not None:
             raise RuntimeError("the thread of this prefetch is in another process; make one here")
         if self.shared.group.max_in_flight or self.in_flight:
             # The workers answer to the other process, and a thread there may hold the lock.
@@ -190,22 +190,20 @@ class Batches(Iterator[B], Generic[B]):
         if claims.process is not lifetimes.process:
             self._check_process()
         with claims.get_lock():
-            former = self._stage
+            former = claims.stage
             staged = claims.staged
             if former is not None:
                 staged = stage.take_over(former, staged)
-            threads = stage.threads
             # Without a call in between, and so without Ctrl-C.
-            self._stage = stage
+            claims.stage = stage
             claims.staged = staged
-            claims.stage_threads = threads
 
     def close(self) -> None:
         """End the thread of the stage, waiting for it for a moment, and drop what is ready.
 
         Harmless when repeated, and where there is none.
         """
-        stage = self._stage
+        stage = self.claims.stage
         if stage is None:
             return
         stage.close()
@@ -248,12 +246,12 @@ class Batches(Iterator[B], Generic[B]):
                     for epoch in self.epochs:
                         epoch.recover()
                 claims.is_unsure = True
-                if self._stage is None:
+                if claims.stage is None:
                     claim = Claim()
                     self._fill_claim(claim)
                     self._commit_claim(claim, thread)
                 else:
-                    self._claim_from_stage(thread, self._stage)
+                    self._claim_from_stage(thread, claims.stage)
                 now = perf_counter()
                 counters.left_at = now
                 times.wait += now - begin
@@ -317,7 +315,7 @@ class Batches(Iterator[B], Generic[B]):
         lane = claim.lane
         task = claim.task
         assert lane is not None
-        staged = (*claims.staged, claim) if thread is None else claims.staged
+        staged = (*claims.staged, claim) if isinstance(claim, StagedClaim) else claims.staged
         if task is None:
             feed = lane.feed
             assert isinstance(feed, Feed)  # what reading a shard raises has the place of a batch

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._epochs.epoch import Claim
+from minloader._epochs.lane import Claim
 from minloader._errors import not_the_end, without_frames
 
 GRACE = 0.5
@@ -214,6 +214,15 @@ class Stage:
             return self._receive(value), None
         except Exception as failure:
             return None, failure
+
+    def refuse_own_thread(self) -> None:
+        """Raise an error in its thread: who waits for that is not to be waited for."""
+        if threading.current_thread() in self.threads:
+            raise RuntimeError(
+                "the function that prefetch calls has asked the iterator for a batch, or called "
+                "state_dict or skip of the loader; that waits for the consumer, who waits for the "
+                "function: call it in the loop"
+            )
 
     def check_open(self) -> None:
         """Raise an error if it is closed."""

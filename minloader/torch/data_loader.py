@@ -27,9 +27,10 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
 from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
-from minloader._epochs.epoch import Claim, Epoch
+from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches, BeginNext
+from minloader._epochs.lane import Claim
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
