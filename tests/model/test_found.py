@@ -16,7 +16,7 @@ QUICK += ["failing", "opened counting", "own iterator"]
 """Kinds of samplers and streams with which programs are run in any case."""
 
 QUICKEST = ["own shuffled", "told with state", "failing", "counting"]
-"""Those that are interrupted in any case."""
+"""Those that are interrupted in any case, most in one of the two ways."""
 
 SHORT = ["discarding", "over rolling"]
 """Those of which nothing is left behind what is skipped."""
@@ -57,7 +57,11 @@ def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
     if way == "here":
         monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
     pressed = PRESSES[name]
-    kinds = QUICKEST if some else in_turns(OTHERS, PRESSES, name, way)
+    quickest = QUICKEST
+    if pressed.within is not SHARD_FEEDS:  # which one of these has
+        quickest = in_turns(QUICKEST, PRESSES, name, way)
+    slow = [kind for kind in QUICKEST if kind not in quickest]
+    kinds = quickest if some else slow + in_turns(OTHERS, PRESSES, name, way)
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
     stride = pressed.stride * (1 if some else 3)
     most = max([press(kind, way, pressed, stride) for kind in those], default=1)
