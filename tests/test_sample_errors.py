@@ -424,6 +424,34 @@ def refuses(samples: list[int]) -> list[int]:
     raise ArithmeticError("never")
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_failed_before_ctrl_c_is_no_other_batchs(goes_on, tmp_path):
+    dataset = Troubled({3: fail, 4: interrupt}, tmp_path)
+    options = SKIPPING | {"num_workers": 0, "max_errors": 0}
+    with Loader(dataset, **options) as loader:
+        batches = iter(loader)
+        first = next(batches)
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+        given = [first, *batches] if goes_on else lists(loader)
+        assert given == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+        assert bad(loader) == []
+
+
+def test_a_sample_before_ctrl_c_is_not_blamed(tmp_path):
+    """For an error of ``collate_fn`` that comes next."""
+    dataset = Troubled({4: interrupt}, tmp_path)
+    with Loader(dataset, [[4], [0]], collate_fn=refuses, num_workers=0) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        assert len(outcomes(iter(loader))) == 2
+        assert bad(loader) == [(0, None), (1, None)]
+
+
 @pytest.mark.parametrize(
     ("value", "error", "text"),
     [

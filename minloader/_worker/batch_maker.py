@@ -79,8 +79,10 @@ class BatchMaker:
         self.read = reader_of(self.job.dataset)
 
     def begin_task(self) -> None:
-        """Count from 0: what follows is another task's."""
+        """Count from 0: what follows is another task's, and Ctrl-C may have ended the last."""
         self.counts = Counts()
+        self.failing = ()
+        self.errors = []
         self.early_reads = []
 
     def begin_reading(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
