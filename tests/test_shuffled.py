@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from kinds import (
     Sticky,
 )
 
-from minloader import Loader, shuffled
+from minloader import Loader, get_worker_info, shuffled
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -210,6 +211,35 @@ def test_epochs_and_shards_have_orders_of_their_own():
         orders = [list(loader)[shard::2] for _ in range(2) for shard in range(2)]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
+
+
+def lines_of(number: int, is_shuffled: bool = True) -> tuple[list[int], float]:
+    """The lines of a file, and what is drawn behind them."""
+    info = get_worker_info()
+    assert info is not None
+    lines = list(shuffled(range(8), 8)) if is_shuffled else []
+    return lines, info.rng.random()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_in_a_sample_the_numbers_of_its_batch_are_left_alone(is_stream):
+    """Of a dataset of items the order follows from the batch, whoever makes it."""
+
+    def make(function: Any, num_workers: int) -> Any:
+        options: dict[str, Any] = {"num_workers": num_workers, "executor": "thread"}
+        if is_stream:
+            return Loader(Raising(6, ()), transform=function, **options)
+        return Loader(function, range(6), **options)
+
+    with make(partial(lines_of, is_shuffled=False), 0) as loader:
+        numbers = [number for _, number in loader]
+    with make(lines_of, 0) as loader:
+        orders = [lines for lines, _ in loader]
+        assert [number for _, number in loader] != numbers  # of the next epoch
+    assert is_stream or len({tuple(lines) for lines in orders}) == 6
+    for num_workers in (0, 1 if is_stream else 3):
+        with make(lines_of, num_workers) as loader:
+            assert list(loader) == list(zip(orders, numbers, strict=True))
 
 
 def test_wrong_arguments():

@@ -108,6 +108,10 @@ def ordinal_in_epoch(index: int, *, shard: int, total: int) -> int:
     return index * total + shard
 
 
+DRAWN: Final = (1,)
+"""Key, see :class:`CurrentBatch`, of a batch of a stream whose samples are drawn. What the stream
+keeps as its generator must not depend on what is done with them."""
+
 NO_SAMPLE: Final = ...
 """Stands for the index of a sample where none is being made. It survives pickling."""
 
@@ -307,7 +311,8 @@ class CurrentBatch:
         sample_rng: the sample's generator, once somebody has asked for it.
         generators: of the dataset's own, by name; None before they were looked for; empty if there
             are none to look at any more.
-        seeds_globals: whether the global generators are seeded here.
+        seeds_globals: of a stream, whether the global generators are seeded here; None: no stream
+            is read.
     """
 
     ordinal: int | None = None
@@ -318,7 +323,7 @@ class CurrentBatch:
     stage: tuple[str, ...] = ()
     sample_rng: np.random.Generator | None = None
     generators: dict[str, Any] | None = None
-    seeds_globals: bool = False
+    seeds_globals: bool | None = None
 
     def begin(self, ordinal: int, key: tuple[int, ...]) -> None:
         """Begin with another batch."""

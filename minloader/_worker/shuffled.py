@@ -22,7 +22,7 @@ from typing import Any
 from minloader._checks import check_int, check_iterable, is_stateful, states_of
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
-from minloader._worker.messages import begin_batch, current_batch
+from minloader._worker.messages import DRAWN, WorkerInfo, begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
 from minloader._worker.torch_conventions import begin_at_state
 
@@ -34,7 +34,7 @@ def shuffled(stream: Iterable[Any], buffer_size: int, seed: int = 0) -> Shuffled
 
     It runs in the workers. Each sample is moved by less than ``buffer_size``: while one half of the
     buffer is given out in random order, the other is filled. The order follows from ``seed`` and
-    the seed of the loader, the epoch and the shard.
+    the seed of the loader, the epoch and the shard; in a dataset of items, from the batch.
 
     If the stream, or its iterator, has ``state_dict`` and ``load_state_dict``, so has this one. Its
     state has a few numbers more than the stream's, and no samples. A resumed run reads at most
@@ -135,7 +135,7 @@ class Shuffle:
         self._half_number += 1
         self._given = 0
         info = get_worker_info()
-        key = (info.seed, info.epoch, info.rank, info.id) if info is not None else ()
+        key = _order_key(info) if info is not None else ()
         rng = generator("shuffled", self._owner.seed, *key, self._half_number)
         half = self._next_half
         half.samples = [half.samples[n] for n in rng.permutation(len(half.samples))]
@@ -166,11 +166,15 @@ class Shuffle:
     def _seed(self, n: int) -> None:
         """Have the stream draw what belongs to its sample ``n``, whenever that is read."""
         info = get_worker_info()
-        if info is not None:
-            key = 2, info.id
-            begin_batch(info, info.epoch, n, key=key)
-            if current_batch(info).seeds_globals:
-                seed_globals((info.seed, info.epoch, n, info.rank, *key))
+        if info is None:
+            return
+        batch = current_batch(info)
+        if batch.seeds_globals is None or batch.key == DRAWN:
+            return  # a batch is made, with its own numbers
+        key = 2, info.id
+        begin_batch(info, info.epoch, n, key=key)
+        if batch.seeds_globals:
+            seed_globals((info.seed, info.epoch, n, info.rank, *key))
 
     def _state(self) -> dict[str, Any] | None:
         """Return the state of the stream, of its iterator, or of both, as far as they have any."""
@@ -191,6 +195,15 @@ class Shuffle:
         if state is not None:
             stream.load_state_dict(state)
         self._source = iter(stream)
+
+
+def _order_key(info: WorkerInfo) -> tuple[int, ...]:
+    """Return what the order follows from: the shard, or the batch of a dataset of items."""
+    batch = current_batch(info)
+    place: tuple[int, ...] = (info.id,)  # a stream may read in a thread of its own, at any time
+    if batch.seeds_globals is None and batch.ordinal is not None:
+        place = batch.ordinal, *batch.key
+    return info.seed, info.epoch, info.rank, *place
 
 
 class StatefulShuffle(Shuffle):

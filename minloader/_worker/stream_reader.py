@@ -41,7 +41,13 @@ from minloader._memory.pickling import pack, unpack
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import Shard, WorkerInfo, begin_batch, ordinal_in_epoch
+from minloader._worker.messages import (
+    DRAWN,
+    Shard,
+    WorkerInfo,
+    begin_batch,
+    ordinal_in_epoch,
+)
 from minloader._worker.seeds import BatchKey
 from minloader._worker.torch_conventions import Stream, begin_at_state
 
@@ -262,10 +268,9 @@ class ShardReader:
         samples = self.draw()
         if samples is END:
             return END
-        # What the stream keeps as its generator must not depend on what is done with its samples.
         shard = self.shard
         ordinal = ordinal_in_epoch(self.next_ordinal - 1, shard=shard.id, total=shard.total)
-        begin_batch(self.info, self.epoch, ordinal, key=(1,))
+        begin_batch(self.info, self.epoch, ordinal, key=DRAWN)
         return self.maker.combine(samples)
 
     def check(self, shard: Shard) -> None:
