@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import decimal
 import gc
 import itertools
 import os
@@ -13,6 +14,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import eventually, in_a_fork, require, variants
 
@@ -221,6 +223,30 @@ def test_only_the_batch_that_kills_is_lost(retries, init, monkeypatch):
         options |= {"collate_fn": note_made, "on_error": "raise"}
         with Loader(concurrent(Noting(), limit=2), items, **options) as loader:
             assert list(loader) == [[ordinal] * 2 for ordinal in range(12)]
+
+
+class Dividing:
+    """Says what the settings of libraries make of it, where it is read."""
+
+    def __getitem__(self, index: int) -> Any:
+        return str(decimal.Decimal(1) / 3), np.geterr()["divide"]
+
+
+class AwaitedDividing(Dividing):
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        return Dividing()[index]
+
+
+@pytest.mark.parametrize("kind", [Dividing, AwaitedDividing])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_settings_of_libraries_hold_in_reads(kind, options):
+    """In those that are read ahead, too."""
+    with (
+        decimal.localcontext(prec=5),
+        np.errstate(divide="raise"),
+        Loader(concurrent(kind()), range(6), **options) as loader,
+    ):
+        assert list(loader) == [("0.33333", "raise")] * 6
 
 
 class Session(Meeting):

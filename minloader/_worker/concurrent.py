@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextvars import Context
+from contextvars import Context, copy_context
 from functools import partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
@@ -179,8 +179,11 @@ at_fork(after_in_child=_begin_fork)
 
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:
+    """Start a thread, in which the settings of libraries hold as they do here."""
+    context = copy_context()
+    context.run(current_info.set, None)  # it holds the dataset, with which the thread is to end
     name = "minloader-read"
-    threading.Thread(target=function, args=(argument,), name=name, daemon=True).start()
+    threading.Thread(target=context.run, args=(function, argument), name=name, daemon=True).start()
 
 
 class ReadAheadQueue:
