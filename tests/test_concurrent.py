@@ -425,6 +425,23 @@ def test_where_threads_are_few(monkeypatch):
     assert dataset.__getitems__(range(8)) == list(range(8))
 
 
+@pytest.mark.parametrize("kind", [Session, AwaitedSession])
+def test_ctrl_c_while_threads_start_leaves_none(kind, monkeypatch, tmp_path):
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        begin(thread)
+        raise KeyboardInterrupt
+
+    dataset = concurrent(kind(str(tmp_path)), limit=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            dataset[0]
+    assert eventually(lambda: not readers())
+    assert dataset[0] == (0, True)
+
+
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="dataset must have __getitem__, got"):
         concurrent(iter([1]))

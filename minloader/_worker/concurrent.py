@@ -139,8 +139,8 @@ class Concurrent:
             # Outside of the batch's context, which holds the dataset that the loop is to end with.
             loop = Context().run(asyncio.new_event_loop)
             limit = asyncio.Semaphore(self.limit)
-            _start(_run_loop, loop)
             try:
+                _start(_run_loop, loop)
                 if hasattr(self.dataset, "__aenter__"):
                     asyncio.run_coroutine_threadsafe(self.dataset.__aenter__(), loop).result()
             except BaseException:
@@ -150,14 +150,8 @@ class Concurrent:
             call: Any = loop.call_soon_threadsafe
             return partial(call, _begin_tasks, loop, limit, self.dataset)
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        number = 0
         try:
-            for number in range(self.limit):  # noqa: B007
-                _start(_serve, calls)
-        except RuntimeError:  # the system has no more threads
-            if number == 0:
-                raise
-        try:
+            self._start_threads(calls)
             if hasattr(self.dataset, "__enter__"):
                 self.dataset.__enter__()
         except BaseException:
@@ -165,6 +159,16 @@ class Concurrent:
             raise
         Finalize(self, _end_threads, (calls, self.limit, self.dataset), exitpriority=EXIT_PRIORITY)
         return partial(_call_in, calls, self.dataset)
+
+    def _start_threads(self, calls: Any) -> None:
+        """Start as many threads as there may be, but at least one."""
+        number = 0
+        try:
+            for number in range(self.limit):  # noqa: B007
+                _start(_serve, calls)
+        except RuntimeError:  # the system has no more threads
+            if number == 0:
+                raise
 
 
 _datasets: weakref.WeakSet[Concurrent] = weakref.WeakSet()
