@@ -267,6 +267,7 @@ class Session(Meeting):
     def __enter__(self) -> None:
         self.note("opened")
         self.is_open = True
+        self.info = get_worker_info()
 
     def __exit__(self, *args: object) -> None:
         self.note("closed")
@@ -319,6 +320,25 @@ def test_a_session_that_cannot_be_opened(options):
             with pytest.raises(ConnectionError, match="no such host"):
                 next(batches)
     gc.collect()
+
+
+class Told(Session):
+    """Says where it was entered."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.info.num_workers, self.info.seed, self.info.dataset is self
+
+
+class AwaitedTold(AwaitedSession):
+    async def __getitem__(self, index: int) -> Any:  # type: ignore[override]
+        return Told.__getitem__(self, index)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Told, AwaitedTold])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_a_session_is_told_where_it_is_opened(kind, options, tmp_path):
+    with Loader(concurrent(kind(str(tmp_path))), range(2), seed=5, **options) as loader:
+        assert list(loader) == [(options["num_workers"], 5, True)] * 2
 
 
 def test_a_forgotten_wrapper():
@@ -447,6 +467,16 @@ def test_wrong_arguments():
         concurrent(iter([1]))
     with pytest.raises(ValueError, match="limit must be"):
         concurrent([1], limit=0)
+
+    class Blocking(Exits):
+        __aenter__ = AwaitedSession.__aenter__
+
+    class Waiting(AwaitedExits):
+        __enter__ = Session.__enter__
+
+    for kind, name in ((Blocking, "__enter__"), (Waiting, "__aenter__")):
+        with pytest.raises(TypeError, match=f"would not be entered: .* needs {name} "):
+            concurrent(kind())
 
 
 def test_torchs_kind_of_loader():

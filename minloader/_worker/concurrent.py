@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import Context, copy_context
+from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
@@ -68,7 +69,7 @@ def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
     A dataset that is a context manager (``__enter__`` and ``__exit__``, or ``__aenter__`` and
     ``__aexit__``, awaited on the event loop) opens there what its reads need, a session, say: it is
     entered once in each worker, before the first read, and left when the worker ends. One that is
-    killed does not leave it.
+    killed does not leave it. There ``get_worker_info().rng`` depends on the worker.
 
     Args:
         dataset: its ``__getitem__`` is called by several threads. If that is an ``async def``, all
@@ -80,7 +81,8 @@ def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
         A dataset with the length of ``dataset``, which is its attribute ``dataset``.
 
     Raises:
-        TypeError: the dataset has no ``__getitem__``, or ``limit`` is not an int.
+        TypeError: the dataset has no ``__getitem__``, or would be entered by methods of the other
+            kind than that; or ``limit`` is not an int.
         ValueError: ``limit`` is below 1.
     """
     return Concurrent(dataset, limit)
@@ -94,6 +96,16 @@ class Concurrent:
             raise TypeError(
                 f"dataset must have __getitem__, got {brief_repr(dataset)}; a stream can be read "
                 "ahead in threads of its own"
+            )
+        self._is_async = inspect.iscoroutinefunction(type(dataset).__getitem__)
+        needed, other = "__enter__", "__aenter__"
+        if self._is_async:
+            needed, other = other, needed
+        if hasattr(dataset, other) and not hasattr(dataset, needed):
+            kind = "an async" if self._is_async else "a blocking"
+            raise TypeError(
+                f"dataset, {brief_repr(dataset)}, would not be entered: with {kind} __getitem__ it "
+                f"needs {needed} rather than {other}"
             )
         self.dataset = dataset
         self.limit = check_int("limit", limit, 1)
@@ -122,7 +134,13 @@ class Concurrent:
         """
         with self._lock:
             if self._read is None:
-                self._read = self._begin()
+                before = current_info.get()
+                # Not the batch's, whose dataset the threads, or the loop, are to end with.
+                current_info.set(info and replace(info, dataset=self.dataset))
+                try:
+                    self._read = self._begin()
+                finally:
+                    current_info.set(before)
             read = self._read
         futures: Futures = [Future() for _ in indices]
         read(futures, [(each, info and info_of_sample(info, each)) for each in indices])
@@ -135,7 +153,7 @@ class Concurrent:
 
     def _begin(self) -> Callable[[Futures, Reads], object]:
         """Begin the threads, or the event loop, of this process."""
-        if inspect.iscoroutinefunction(type(self.dataset).__getitem__):
+        if self._is_async:
             # Outside of the batch's context, which holds the dataset that the loop is to end with.
             loop = Context().run(asyncio.new_event_loop)
             limit = asyncio.Semaphore(self.limit)
