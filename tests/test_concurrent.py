@@ -496,6 +496,8 @@ def test_a_batch_that_is_never_read():
     ):
         next(iter(loader))
     assert caught.value.sample == 0
+    assert "in __getitem__" in caught.value.stack
+    assert "in _serve" not in caught.value.stack  # two threads are idle
 
 
 class Exits:

@@ -110,6 +110,9 @@ _HEAD = re.compile(r"(Current t|T)hread 0x")  # not that of a stack in C, from C
 
 _OUR_THREAD = re.compile(r"[/\\\\]minloader[/\\\\]_worker[/\\\\](lifetimes|logs)\.py")
 
+_IDLE = re.compile(r'[/\\\\]minloader[/\\\\]_worker[/\\\\]concurrent\.py", line \d+ in _serve')
+"""Of the innermost frame of a thread that waits for a sample to read."""
+
 
 def shorten(stacks: str) -> str:
     """Return stacks without our threads, and without the frames that lead from us to the user."""
@@ -118,7 +121,8 @@ def shorten(stacks: str) -> str:
         lines = stack.splitlines()
         cut = next((n for n, line in enumerate(lines) if _OURS.match(line)), len(lines))
         kept = lines[:cut] if cut > 1 else lines  # all of them, where none is the user's
-        if _HEAD.match(stack) and not _OUR_THREAD.search(stack):
+        is_ours = _OUR_THREAD.search(stack) or any(map(_IDLE.search, lines[1:2]))
+        if _HEAD.match(stack) and not is_ours:
             shown.append("".join(f"{line}\n" for line in kept))
     # The one that makes the batch first.
     shown.sort(key=lambda stack: not stack.startswith("Current thread"))
