@@ -700,6 +700,22 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     return samples
 
 
+def check_apart(fetched: Any) -> list[Any]:
+    """Return what torch's kind of ``__getitems__`` has fetched as a list, for ``transform``."""
+    kind = type(fetched).__name__
+    got = ""
+    if isinstance(fetched, Mapping):
+        got = f"one {kind} with keys {brief_repr(list(fetched))}"
+    elif hasattr(type(fetched), "columns"):
+        got = f"a {kind}, which gives its columns one by one"
+    if got:
+        raise TypeError(
+            f"transform is called with each sample, but dataset.__getitems__ returned {got}; have "
+            "it return a list of samples, or do in collate_fn what transform does"
+        )
+    return list(fetched)
+
+
 def reader_of(dataset: Any) -> Callable[[Any], Any]:
     """Return what gives one item of a dataset of any kind."""
     if has_getitem(dataset):  # else a class that has it is a callable dataset

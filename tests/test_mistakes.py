@@ -262,6 +262,36 @@ def test_a_table_is_no_list_of_its_columns(name):
     assert batch is rows.rows
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (Rows({"x": [1, 2]}), r"returned one dict with keys \['x'\]; have it return a list of"),
+        (Rows(Frame()), "returned a Frame, which gives its columns one by one; have it return"),
+    ],
+)
+def test_transform_gets_no_columns_of_a_batch(rows, message):
+    loader = require("minloader.torch").DataLoader(rows, 2, transform=same)
+    with pytest.raises(TypeError, match=f"transform is called with each sample, but .*{message}"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("make", [list, iter, tuple])
+def test_transform_gets_all_that_a_torch_dataset_gives(make):
+    """Two views of each sample, say: then it is not known of which index one is."""
+
+    def inverse(view: int) -> float:
+        return 1 / view
+
+    views = Rows(make([1, -1, 2, -2]))
+    loader = require("minloader.torch").DataLoader(views, 2, transform=inverse, collate_fn=same)
+    assert next(iter(loader)) == [1, -1, 0.5, -0.5]
+    views = Rows(make([1, -1, 0, -2]))
+    options: dict[str, Any] = {"transform": inverse, "on_sample_error": "skip", "collate_fn": same}
+    loader = require("minloader.torch").DataLoader(views, 2, **options)
+    assert next(iter(loader)) == [1, -1, -0.5]
+    assert [sample for *_, sample, _ in loader.stats.errors.last] == [None]
+
+
 @pytest.mark.parametrize("make", [tuple, iter, np.array, partial(np.array, dtype=object)])
 def test_samples_that_are_no_list(make):
     with Loader(Rows(make([3, 4])), [[0, 1]], collate_fn=list, num_workers=0) as loader:

@@ -10,7 +10,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_indices, check_samples, has_getitems, reader_of
+from minloader._checks import (
+    brief_repr,
+    check_apart,
+    check_indices,
+    check_samples,
+    has_getitems,
+    reader_of,
+)
 from minloader._errors import SKIP, BatchError
 from minloader._worker.messages import (
     NO_SAMPLE,
@@ -165,7 +172,12 @@ class BatchMaker:
         self.turn_to(NO_SAMPLE)
         if as_torch:  # the sampler's own item, of any kind
             indices = list(item) if hasattr(type(item), "__len__") else []
-            return self.combine(self._read_together(item, indices), indices)
+            samples = self._read_together(item, indices)
+            if self.job.transform is not None:
+                samples = check_apart(samples)
+                if len(samples) != len(indices):
+                    indices = []  # nobody knows of which index each is
+            return self.combine(samples, indices)
         indices = check_indices(item)
         return self.combine(check_samples(self._read_together(indices, indices), indices), indices)
 
