@@ -342,6 +342,24 @@ def test_an_error_in_the_stream_ends_a_generator(make, caplog):
     assert "shard 0 of the stream ended with the error in its batch 2" in caplog.text
 
 
+class Wrapped(Scripted):
+    """Its iterator does not show that a generator is behind it."""
+
+    def __iter__(self) -> Any:
+        return map(abs, super().__iter__())
+
+
+@own
+@pytest.mark.parametrize("kind", [Scripted, Wrapped])
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_an_end_by_an_error_is_told_once(make, kind, chunk, caplog, monkeypatch):
+    """Also where it shows with the next task only."""
+    monkeypatch.setattr("minloader._epochs.lane.MAX_SHARD_CHUNK", chunk)
+    loader = make(kind(6, {3: ("raises",)}), num_workers=one(make), on_error="skip")
+    assert list(loader) == [0, 1, 2]
+    assert caplog.text.count("shard 0 of the stream ended with the error in its batch 3") == 1
+
+
 @here
 def test_an_iterator_that_can_goes_on_after_an_error(make):
     loader = make(StatefulIterator(12, bad=5), batch_size=2, num_workers=one(make), on_error="skip")

@@ -72,6 +72,7 @@ class ShardFeed:
         self.beginning = position.beginning
         self.is_ended = position.is_ended
         self.has_failed = position.has_failed
+        self._has_just_failed = False  # with the last batch that came
         self._follows = follows
 
     def following(self, epoch: int, *, is_abandoned: bool) -> ShardFeed:
@@ -159,11 +160,13 @@ class ShardFeed:
             self.check = check
             if not is_end:
                 self.source_state = source_state
-        self.has_failed |= any(map(_failed_reading, reply.outcomes))
+        if made:
+            self.has_failed |= any(map(_failed_reading, reply.outcomes))
+            self._has_just_failed = _failed_reading(reply.outcomes[-1])
         stop = task.first + made
         # A task behind this one may have come first, and have told of an end that is farther on.
         if is_end and (not self.is_ended or stop < self.next_ordinal):
-            if made and _failed_reading(reply.outcomes[-1]):
+            if self._has_just_failed:
                 logger.warning(
                     "shard %d of the stream ended with the error in its batch %d: an iterator that "
                     "raised, as a generator does, cannot continue",
