@@ -120,12 +120,23 @@ class OriginalTraceback(Exception):
         return f'\n"""\n{self.text}"""'
 
 
+def summary(error: BaseException) -> str:
+    """Return the type and the message of an error."""
+    try:
+        return "".join(traceback.format_exception_only(error)).strip()
+    except Exception:  # of a SyntaxError, say, whose line is no string
+        return f"{type(error).__qualname__}: it cannot be printed"
+
+
 def printed(error: BaseException) -> str:
     """Return an error as Python prints it, without frames of ours that lead to the user's."""
     frames = first = error.__traceback__
     while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames or first))
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames or first))
+    except Exception:
+        return "".join(traceback.format_tb(frames or first)) + summary(error)
 
 
 def not_the_end(error: Exception, who: str) -> Exception:

@@ -26,6 +26,7 @@ from trouble import (
     raise_hopeless,
     raise_locked,
     raise_two,
+    raise_unprintable,
     unpicklable,
 )
 
@@ -86,6 +87,19 @@ def test_an_error_that_refuses_attributes_is_raised_here():
             next(batches)
         assert caught.value.code == 5
         assert next(batches) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_that_cannot_be_printed_is_raised(num_workers):
+    with Loader(raise_unprintable, range(3), num_workers=num_workers) as loader:
+        batches = iter(loader)
+        assert next(batches) == 0
+        with pytest.raises(SyntaxError) as caught:
+            next(batches)
+        assert "batch 1 of epoch 0" in caught.value.__notes__[0]
+        assert next(batches) == 2
+        ((*_, text),) = loader.stats.errors.last
+        assert text == "SyntaxError: it cannot be printed"
 
 
 # --- batches that cannot be pickled ----------------------------------------------------------

@@ -748,6 +748,13 @@ class Frozen(Exception):
     code: int
 
 
+def raise_unprintable(n: int) -> int:
+    """What ``traceback`` itself fails on: the line should be a string."""
+    if n == 1:
+        raise SyntaxError("bad", ("f.json", 1, 1, b"{"))
+    return n
+
+
 def raise_frozen(item: int) -> int:
     if item == 1:
         raise Frozen(5)

@@ -18,14 +18,13 @@ from minloader._checks import (
     has_getitems,
     reader_of,
 )
-from minloader._errors import SKIP, BatchError
+from minloader._errors import SKIP, BatchError, summary
 from minloader._worker.messages import (
     NO_SAMPLE,
     Job,
     WorkerInfo,
     current_batch,
     current_info,
-    summary,
 )
 
 logger = logging.getLogger("minloader")

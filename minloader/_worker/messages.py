@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from minloader._errors import BatchError, printed
+from minloader._errors import BatchError, printed, summary
 from minloader._memory.files import SlotAddress
 from minloader._memory.pickling import pack_error
 from minloader._sampling.seeding import generator, sample_key
@@ -257,11 +256,6 @@ class JobMissing(Exception):
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.address = address
-
-
-def summary(error: BaseException) -> str:
-    """Return the type and the message of an error."""
-    return "".join(traceback.format_exception_only(error)).strip()
 
 
 class Failure(NamedTuple):
