@@ -108,7 +108,7 @@ class BatchMaker:
                 return self.combine(self._read([item]), [item])
             self.turn_to(item)
             batch = self.read(item)
-            if self.job.transform is None:
+            if self.job.transform is None and batch is not SKIP:
                 return batch
             self.turn_to(item, ("transform",))
             return self.combine([batch])
