@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from conftest import eventually, lacking, outcomes, printed_by, python, require
 from helpers import Echo
+from trouble import SpringsWhenLoaded
 
-from minloader import Loader, get_worker_info
+from minloader import BatchError, Loader, get_worker_info
 from minloader._memory import slot_writer
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._pools import foreign, group
@@ -107,6 +108,32 @@ def test_a_task_that_is_lost_once_is_made_again(caplog):
         assert list(loader) == list(range(9))
         assert loader.stats.errors.retries == 1
     assert "the executor lost batch 2, which is made again: too many values" in caplog.text
+
+
+class Exits(ThreadPoolExecutor):
+    """Its workers call sys.exit() where nobody expects it, as while they unpickle a task."""
+
+    def submit(self, function: Any, /, *args: Any) -> Future[Any]:  # type: ignore[override]
+        return super().submit(sys.exit, 3)
+
+
+def test_an_exit_of_the_executor_s_is_an_error_in_its_place():
+    with Exits(1) as executor, Loader(Echo(), range(2), executor=executor) as loader:
+        errors = outcomes(iter(loader))
+    assert [type(error) for error in errors] == [BatchError] * 2
+    assert all("in the executor: SystemExit: 3" in str(error) for error in errors)
+
+
+def test_an_exit_while_the_job_is_loaded_is_an_error_in_its_place():
+    dataset = SpringsWhenLoaded(sys.exit, 3)
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
+        Loader(dataset, range(2), num_workers=1, executor=executor) as loader,
+    ):
+        errors = outcomes(iter(loader))
+    assert [type(error) for error in errors] == [BatchError] * 2
+    text = "while the worker loaded the dataset: SystemExit: 3"
+    assert all(text in str(error) for error in errors)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="there are none before 3.14")
@@ -292,7 +319,7 @@ def test_a_job_that_is_let_go_is_not_that_of_the_batch_under_way(tmp_path):
 PROGRAM = """
 import os, random, sys
 import numpy as np
-from minloader import Loader, get_worker_info
+from minloader import BatchError, Loader, get_worker_info
 from minloader._pools import foreign
 
 class Dice:

@@ -134,7 +134,7 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
         if pool.replaces:
             return [task.part(0, len(task.items))]  # another's worker died
         text = f"a worker of the executor died, which is broken since: {error}"
-        dead: list[Exception] = [WorkerDied(text) for _ in task.items]
+        dead = [WorkerDied(text) for _ in task.items]
         return [task.part(0, len(task.items)).failed(dead, fatal=True)]
     # An error of the user's executor, or no room here. Which batch is at fault shows one by
     # one: so each has been tried.
@@ -149,7 +149,6 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
         label = BatchLabel(ordinal=task.first, epoch=lane.feed.epoch, item=task.item(0), sample=())
         died = WorkerDied(f"the workers of the executor died that made {label}: {error}")
         return [task.part(0, 1).failed([died])]
-    assert isinstance(error, Exception)
     when = "when it came from a worker" if pool.replaces else "in the executor"
     return [task.part(0, 1).failed([error], when=when, fatal=True)]
 

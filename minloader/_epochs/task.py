@@ -14,6 +14,7 @@ away at any instruction, and the task be sent again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -90,7 +91,9 @@ class Task:
         self.reply = reply
         self.shipment = None
 
-    def failed(self, errors: list[Exception], *, when: str = "", fatal: bool = False) -> Task:
+    def failed(
+        self, errors: Sequence[BaseException], *, when: str = "", fatal: bool = False
+    ) -> Task:
         """Have it come to errors, one for each item, which no worker has sent. Return it."""
         for each in errors:
             without_frames(each)

@@ -266,7 +266,7 @@ def run_task(
         if job is None:
             return JobMissing(_dask_address())
         worker = job.worker(reference)
-    except Exception as error:
+    except BaseException as error:  # sys.exit() too: the consumer's to see
         when = "while the worker loaded the dataset"
         failure = Failure.of(error, packed=True, when=when, fatal=True)
         outcomes = [failure] * len(task.items)
