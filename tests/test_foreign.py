@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import threading
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -134,6 +135,21 @@ def test_an_exit_while_the_job_is_loaded_is_an_error_in_its_place():
     assert [type(error) for error in errors] == [BatchError] * 2
     text = "while the worker loaded the dataset: SystemExit: 3"
     assert all(text in str(error) for error in errors)
+
+
+def interrupt() -> str:
+    signal.raise_signal(signal.SIGINT)
+    return "went on"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_ctrl_c_ends_tasks_of_the_user_s_in_workers_that_a_loader_had_forked():
+    """They are forked where a task is sent, and Ctrl-C is held off the parent."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor:
+        with Loader(Echo(), range(2), num_workers=1, executor=executor) as loader:
+            assert list(loader) == [0, 1]
+        with pytest.raises(KeyboardInterrupt):
+            executor.submit(interrupt).result()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="there are none before 3.14")

@@ -236,6 +236,18 @@ class interrupts_held:  # noqa: N801  # read as a function
             former(*self._held[0])
 
 
+def _let_interrupts_through() -> None:
+    """Give a fork the handler that its parent has outside of the block, of which it sees no end."""
+    former = handler = _get_handler(_SIGINT)
+    while isinstance(getattr(former, "__self__", None), interrupts_held):
+        former = former.__self__._former  # one block may be within another
+    if former is not handler:
+        _set_handler(_SIGINT, former)
+
+
+at_fork(after_in_child=_let_interrupts_through)
+
+
 class _Anchor:
     __slots__ = ("__weakref__",)
 
