@@ -8,6 +8,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from multiprocessing import forkserver, get_context
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from conftest import require, variants
 
 from minloader import Loader
+from minloader._memory.job_file import JobFile
 from minloader._memory.shared_arrays import Mappings, address_of
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -212,6 +214,17 @@ def test_memory_of_one_process_is_its_own(method):
         assert len(list(loader)) == 4
     for array in own:
         assert array[0] == 0
+
+
+def test_batches_of_tensors_are_a_dataset():
+    """They have memory of a slot, which is sent as any array is."""
+    torch = require("torch")
+    rows = torch.ones(2, 9_000)
+    with Loader(rows, [0, 1], num_workers=1, mp_context="fork") as loader:
+        data = list(loader)
+    with closing(JobFile([*data, data[0][5:], data[0].numpy()], "spawn")) as job:
+        sent = job.address.load()
+    assert [batch.sum() for batch in sent] == [9_000, 9_000, 8_995, 9_000]
 
 
 @variants("method", ["spawn", "forkserver"])
