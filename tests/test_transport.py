@@ -1,6 +1,7 @@
 """What crosses between processes arrives whole, is shared where it can be, and leaves nothing."""
 
 import functools
+import io
 import os
 import pickle
 import threading
@@ -18,7 +19,7 @@ from trouble import Frozen, Hopeless
 
 from minloader._memory import unpicklable
 from minloader._memory.files import LARGE, unlink
-from minloader._memory.job_file import JobFile
+from minloader._memory.job_file import JobFile, JobPickler
 from minloader._memory.pickling import BatchPacker, OutOfBand, pack, pack_error, unpack
 from minloader._memory.unpicklable import find_unpicklable
 
@@ -267,7 +268,7 @@ def test_a_forked_child_does_not_take_the_file_with_it():
 import os
 if NAMED:
     del os.memfd_create
-from minloader._memory.job_file import JobFile
+from minloader._memory.job_file import JobFile, JobPickler
 job_file = JobFile(7)
 address = job_file.address
 child = os.fork()
@@ -554,10 +555,15 @@ def test_a_memmap_is_opened_again_rather_than_read(tmp_path, mode):
 
 
 def test_a_private_memmap_travels_with_its_changes(tmp_path):
+    """Beside the stream, as what is made of any memmap: workers share its pages."""
     path = tmp_path / "array"
     np.zeros(10_000).tofile(path)
     array = np.memmap(path, np.float64, "c")
     array[5] = 1
-    job_file = JobFile(array)
-    assert np.array_equal(job_file.address.load(), array)
-    job_file.close()
+    for form in array, array[3:], array.astype(np.float32), array.reshape(2, -1).T.copy("K"):
+        pickler = JobPickler(stream := io.BytesIO(), "spawn")
+        pickler.dump(form)
+        assert len(stream.getvalue()) < 1_000
+        back = pickle.loads(stream.getvalue(), buffers=pickler.buffers)
+        assert type(back) is np.memmap
+        assert np.array_equal(back, form)

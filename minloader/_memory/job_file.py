@@ -150,6 +150,8 @@ class JobPickler(Pickler):
         if is_mapped:
             return self._reduce_memmap(array)
         self._note_copy(array)
+        if type(array) is not np.ndarray:  # of a memmap, numpy writes the data into the stream
+            return _view_as, (_plain(array), type(array))
         return NotImplemented
 
     def _reduce_memmap(self, array: Any) -> Any:
