@@ -470,6 +470,22 @@ def test_another_order_is_noticed(before, after, message):
         assert [batch[0] for batch in loader] == after
 
 
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_another_order_of_numpy_s_numbers_is_noticed(executor):
+    """Worker processes are sent each of these by itself."""
+    items = [np.int64(3), np.str_("four"), np.float32(5), np.int64(6)]
+    with Loader(Echo(), items, executor=executor, num_workers=1) as loader:
+        states = [loader.state_dict() for _ in loader]
+    for n, state in enumerate(states[:3], 1):
+        with Loader(Echo(), items, num_workers=0) as loader:
+            loader.load_state_dict(state)
+            assert list(loader) == items[n:]
+        with Loader(Echo(), items[::-1], num_workers=0) as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(ValueError, match="but it was another one when the state was taken"):
+                list(loader)
+
+
 class Restarting:
     """Its own iterator, without a state. To be told another epoch, which is longer, begins anew."""
 

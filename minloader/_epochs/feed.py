@@ -30,6 +30,7 @@ from minloader._epochs import failures
 from minloader._epochs.position import NO_SOURCE_STATE, Check, LanePosition, SourceState
 from minloader._epochs.task import Task
 from minloader._errors import not_the_end, without_frames
+from minloader._memory.pickling import unpack
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
@@ -331,9 +332,13 @@ class Feed:
         ranks = ranks_of(self.source.items)
         if ranks is not None:
             return digest(ranks)
-        if not isinstance(item, HeldItem):
-            return digest(item)
-        return None if item.may_change else digest(item.item)
+        if isinstance(item, HeldItem):
+            try:
+                item = unpack(item.pack())  # as it was when the sampler gave it
+            except Exception as error:
+                logger.debug("an item has no digest, since it cannot be pickled: %r", error)
+                return None
+        return digest(item)
 
     # --- states
 

@@ -233,13 +233,12 @@ class HeldItem:
     """An item, and its pickle from when the sampler gave it.
 
     Attributes:
-        item: a copy of it; of an object that is none of the usual containers, itself.
-        may_change: whether it is that object, which the sampler may fill again.
+        item: a copy of it; of an object that is none of the usual containers, itself, which the
+            sampler may fill again.
     """
 
     def __init__(self, item: Any) -> None:
         self.item = _copied(item, _as_is)
-        self.may_change = self.item is item and type(item) is not tuple
         self._packed: bytes | None = None
         try:
             self._packed = pack(self.item, down=True)
