@@ -628,6 +628,28 @@ def test_no_more_slots_than_descriptors(monkeypatch):
     pool.close()
 
 
+def test_the_workers_of_a_resized_stream_share_the_memory_anew():
+    with Loader(Numbers(9), num_workers=1, shared_memory=8_000_000) as loader:
+        for num_workers in 4, 1, 3:
+            loader.num_workers = num_workers
+            pools = inspect(loader).group.pools
+            assert [pool.slots.budget for pool in pools] == [8_000_000 // num_workers] * num_workers
+
+
+def test_memory_that_is_for_others_now_is_given_back():
+    pool = Slots(12 << 20, 3, share=2)
+    lent = [pool.lend() for _ in range(3)]
+    for slot in lent:
+        os.ftruncate(slot.fd, 2 << 20)
+        pool.settle(slot, 2 << 20, 2 << 20)
+    for slot in lent[1:]:
+        pool.free(slot)
+    pool.divide(4)
+    assert pool.used == (1, 2 << 20)
+    assert pool.lend() is None
+    pool.close()
+
+
 def test_a_slot_that_is_gone_is_not_mistaken_for_another(bench):
     """The number of its descriptor is used again, for anything."""
     address = bench.pool.address(bench.pool.lend())

@@ -67,7 +67,8 @@ class Slots:
     """All slots of a pool.
 
     Args:
-        budget: most bytes to hold in slots; None for half of the memory that is free.
+        budget: most bytes to hold in slots, together with the other pools; None for half of the
+            memory that is free.
         max_in_flight: most tasks that will be under way at once.
         share: of how many pools like this the memory and the descriptors are for.
     """
@@ -76,9 +77,9 @@ class Slots:
         # Reentrant: any line may collect garbage, and so end a lease, while the lock is held.
         self._lock = threading.RLock()
         self.max_in_flight = max_in_flight
-        self.budget = (free_memory() // 2 if budget is None else budget) // share
+        self._whole_budget = free_memory() // 2 if budget is None else budget
+        self._all_files = most_files() // 4
         self._share = share
-        self._most_open = most_files() // 4 // share
         self._all: set[Slot] = set()
         self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
         self._leased: set[Slot] = set()
@@ -89,6 +90,22 @@ class Slots:
         self._closed = 0  # files closed so far
         self._ended = False
         all_slots.add(self)
+
+    @property
+    def budget(self) -> int:
+        """Most bytes to hold in slots."""
+        return self._whole_budget // self._share
+
+    @property
+    def _most_open(self) -> int:
+        return self._all_files // self._share
+
+    def divide(self, share: int) -> None:
+        """Have the memory and the descriptors be for another number of pools."""
+        with self._lock:
+            self._share = share
+            while self._free and self._committed > self.budget:
+                self._give_back(self._free.pop(0))
 
     @property
     def used(self) -> tuple[int, int]:
@@ -105,7 +122,7 @@ class Slots:
         count = self.max_in_flight + 2
         each = self._largest + self._largest // SPARE
         enough = -(-count * each * self._share // 1_000_000) * 1_000_000
-        limit = self.budget * self._share
+        limit = self._whole_budget
         if self._largest > largest_file():
             return (
                 f"a batch takes {format_bytes(self._largest)}, and a file may have "

@@ -206,6 +206,9 @@ class PoolGroup:
             # In a fork the workers are another process's, but for this process itself.
             if pool.pid == os.getpid() or isinstance(pool, InlinePool):
                 pool.replace_workers()
+        for pool in kept:
+            if pool.slots is not None:
+                pool.slots.divide(self._count)
         self._former += former
         self._pools = pools
 
