@@ -237,6 +237,23 @@ def test_what_finds_no_room_is_not_packed(kind, monkeypatch):
     assert packed == [1]
 
 
+def test_what_is_packed_smaller_than_it_looks_is_kept():
+    array = np.zeros(50_000, np.uint8)
+    text = b"x" * 50_000
+    shared = cached([[array] * 3, [text] * 3, np.full(20_000, None)], bytes=150_000)
+    assert [len(sample) for sample in shared] == [3, 3, 20_000]
+    assert shared.kept[0] == 3
+
+
+def test_tensors_that_are_packed_smaller_than_they_look_are_kept():
+    torch = require("torch")
+    expanded = torch.zeros(1).expand(1_000_000)
+    whole = torch.zeros(10_000)
+    shared = cached([expanded, [whole, whole[:9_000], whole[1:]]], bytes=150_000)
+    assert [len(sample) for sample in shared] == [1_000_000, 3]
+    assert shared.kept[0] == 2
+
+
 def test_where_the_system_has_no_room(monkeypatch):
     shared = cached([b"x" * 60_000, b"y" * 60_000], bytes=MEGABYTE)
     before, pwrite = shared.kept, os.pwrite

@@ -200,7 +200,7 @@ class cached:  # noqa: N801  # used as a function
         """Add a sample to the cache if there is room, unless another process just did."""
         if sample is SKIP or not 0 <= number < len(self._places):
             return
-        if _least_size(sample) > self.bytes - os.fstat(self._fd).st_size:
+        if _least_size(sample, set()) > self.bytes - os.fstat(self._fd).st_size:
             return  # to pack it takes long
         entry = pack_entry(sample, number)
         import fcntl  # not on Windows
@@ -233,17 +233,29 @@ class _Buffers(NoSlot):
         return len(self.data) - data.nbytes, len(self.data)
 
 
-def _least_size(sample: Any) -> int:
-    """Return how many bytes an entry has at least, for the usual kinds of samples."""
+def _least_size(sample: Any, counted: set[int]) -> int:
+    """Return how many bytes an entry has at least, for the usual kinds of samples.
+
+    Args:
+        sample: a sample, or a part of one.
+        counted: what was counted already: it is packed once, wherever else it is.
+    """
     if isinstance(sample, dict | list | tuple):
         parts = sample.values() if isinstance(sample, dict) else sample
-        return sum(map(_least_size, parts))
+        return sum(_least_size(part, counted) for part in parts)
+    known, size = id(sample), 0
+    kind = type(sample).__name__
     if isinstance(sample, bytes | bytearray | str):
-        return len(sample)
-    is_array = type(sample).__name__ == "ndarray" or (
-        type(sample).__name__ == "Tensor" and str(sample.layout) == "torch.strided"
-    )
-    return int(sample.nbytes) if is_array else 0
+        size = len(sample)
+    elif kind == "ndarray" and not sample.dtype.hasobject:  # None is one byte
+        size = sample.nbytes
+    elif kind == "Tensor" and str(sample.layout) == "torch.strided":
+        storage = sample.untyped_storage()
+        known, size = storage.data_ptr(), min(sample.nbytes, storage.nbytes())
+    if known in counted:
+        return 0
+    counted.add(known)
+    return int(size)
 
 
 def pack_entry(sample: Any, number: int) -> bytearray:
