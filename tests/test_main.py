@@ -160,6 +160,8 @@ from minloader import Loader
 @functools.lru_cache
 def times_ten(number):
     return 10 * number
+times_ten.note = "kept"
+at_least_two = functools.cache(functools.partial(max, 2))
 @functools.cache
 def sum_to(number):
     return number + sum_to(number - 1) if number else 0
@@ -194,6 +196,7 @@ class Data:
     def __getitem__(self, index):
         assert inner.cache_parameters() == {"maxsize": 3, "typed": True}
         assert times_ten(index) == self.table[index] == self.method(index)
+        assert times_ten.note == "kept" and at_least_two(index) == 2
         assert sum_to(3) == 6 and sum_to.cache_info().misses >= 4
         assert kind("") == "any" and kind([1, ""]) == ["int", "any"]
         assert self.kind("") == "any" and self.kind(1) == "int"

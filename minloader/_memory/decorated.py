@@ -28,11 +28,14 @@ _DISPATCHES = functools.singledispatch(len).__code__  # type: ignore[attr-define
 def reduce_cached(cached: Any) -> Any:
     """Reduce a function with ``lru_cache``, unless it can be imported by its name."""
     found: Any = sys.modules.get(cached.__module__)
-    for name in cached.__qualname__.split("."):
+    qualname = getattr(cached, "__qualname__", "")  # of a partial, or another object, it has none
+    for name in qualname.split("."):
         found = getattr(found, name, None)
     if found is cached and cached.__module__ not in MAIN:
         return NotImplemented
-    return _cache_again, (cached.__wrapped__, cached.cache_parameters())
+    made = ("__wrapped__", *functools.WRAPPER_ASSIGNMENTS)  # by lru_cache itself
+    attributes = {name: value for name, value in vars(cached).items() if name not in made}
+    return _cache_again, (cached.__wrapped__, cached.cache_parameters()), attributes
 
 
 def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
