@@ -404,6 +404,20 @@ def test_the_search_for_the_culprit_ends(monkeypatch, make, path):
     assert attempts == [obj]
 
 
+def test_no_more_parts_are_looked_at_than_may_be(monkeypatch):
+    monkeypatch.setattr(unpicklable, "MOST_PARTS", 100)
+    shown = []
+
+    class Key:
+        def __repr__(self) -> str:
+            shown.append(self)
+            return "key"
+
+    obj = Holder(wide={Key(): n for n in range(1_000)}, lock=threading.Lock())
+    assert find_unpicklable(obj, "dataset")[0] == "dataset.lock"
+    assert len(shown) < 100
+
+
 def test_a_part_that_is_made_anew_each_time():
     path, part, error = find_unpicklable(MakesLocks(), "dataset")
     assert (path, type(part)) == ("dataset", MakesLocks)

@@ -107,10 +107,10 @@ def find_unpicklable(
         too_deep = RecursionError in (type(failure), type(failure.__cause__))
     found = [(path, obj)]  # breadth first; all kept alive, so that no id is used again
     seen = {id(obj)}
-    for place, part in islice(found, 0 if too_deep else MOST_PARTS):  # grows while we walk
+    for place, part in [] if too_deep else found:  # grows while we walk
         if part is probe.last:
             return place, part, error
-        for suffix, each in _parts(part):
+        for suffix, each in islice(_parts(part), MOST_PARTS - len(found)):
             if id(each) not in seen:
                 seen.add(id(each))
                 found.append((place + suffix, each))
