@@ -287,6 +287,16 @@ def test_a_file_that_is_replaced_before_a_worker_opens_it(method, tmp_path):
                 list(loader)
 
 
+@pytest.mark.parametrize("view", [np.asarray, lambda tokens: tokens])
+def test_a_file_that_is_another_one_on_another_machine(view, tmp_path):
+    """Workers of the user's executor may be there."""
+    path = tmp_path / "tokens"
+    np.arange(1, 10_001).tofile(path)
+    with closing(JobFile(view(np.memmap(path, np.int64, "r+")))) as job:
+        replace(path)
+        assert job.address.load()[0] == 0
+
+
 def test_a_file_by_another_path(tmp_path):
     path, link = tmp_path / "tokens", tmp_path / "link"
     np.arange(10_000).tofile(path)

@@ -67,7 +67,7 @@ class Mappings:
             return None
         return self._known[place]
 
-    def file(self, path: str, *, is_writable: bool, is_same_machine: bool = True) -> MappedFile:
+    def file(self, path: str, *, is_writable: bool, is_same_machine: bool) -> MappedFile:
         """Return a file that was mapped: one object for all arrays over it."""
         key = path, is_writable
         if key not in self._files:
@@ -179,7 +179,9 @@ def reduce_shared(array: Any, mappings: Mappings, *, is_same_machine: bool) -> A
     if not mapping.has_file:
         raise TypeError("an array over memory that processes share, which has no name")
     place = address - mapping.start + mapping.offset
-    file = mappings.file(mapping.path, is_writable=mapping.is_writable)
+    file = mappings.file(
+        mapping.path, is_writable=mapping.is_writable, is_same_machine=is_same_machine
+    )
     return view_of, (file, place, *view)
 
 
