@@ -157,8 +157,10 @@ class WorkerProcess:
         """
         masks = hasattr(signal, "pthread_sigmask")
         held = [signal.SIGINT, *(handled_signals() if self._forks else ())]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, held) if masks else ()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, []) if masks else ()
         try:
+            if masks:  # only here: a handler of the script's may raise as soon as it is done
+                signal.pthread_sigmask(signal.SIG_BLOCK, held)
             with hash_seed(self._seed):
                 start_worker(self._process, self._locks)
             self.began = time.perf_counter()
