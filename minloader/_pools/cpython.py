@@ -25,9 +25,6 @@ Guarantees of :class:`Executor` over its base class:
    thread has ended, however threads interleave (pieces 5 and 6).
 2. The manager thread can be waited for after ``shutdown(wait=False)`` (piece 7).
 3. A manager thread that waits for the rest of an unfinished message can be freed (piece 8).
-
-The price of the pieces 1 to 18, in lines of code: 25, 6, 13, 39, 7, 9, 18, 3, 28, 8, 4, 9, 15, 9,
-10, 17, 10, 10.
 """
 
 from __future__ import annotations

@@ -425,7 +425,7 @@ def forget_closed() -> None:
     """Let go of what closed loaders have left, now and then, until there are no more jobs."""
     global _watcher
     while True:
-        threading.Event().wait(LOOK_SECONDS)
+        time.sleep(LOOK_SECONDS)
         for mark, job in snapshot(loaded_jobs.items()):
             if not job.may_be_needed:
                 forget(mark)

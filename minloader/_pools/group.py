@@ -203,7 +203,8 @@ class PoolGroup:
         former = self._pools[keep:]
         pools = kept + [self._make_pool(index) for index in range(len(kept), self._count)]
         for pool in former:
-            # In a fork the workers are another process's, but for this process itself.
+            # In a fork the worker processes are the parent's, but it has its own copy of an inline
+            # worker.
             if pool.pid == os.getpid() or isinstance(pool, InlinePool):
                 pool.replace_workers()
         for pool in kept:
