@@ -20,7 +20,14 @@ from trouble import Frozen, Hopeless
 from minloader._memory import unpicklable
 from minloader._memory.files import LARGE, unlink
 from minloader._memory.job_file import JobFile, JobPickler
-from minloader._memory.pickling import BatchPacker, OutOfBand, pack, pack_error, unpack
+from minloader._memory.pickling import (
+    BatchPacker,
+    OutOfBand,
+    pack,
+    pack_error,
+    unpack,
+    unpack_batch,
+)
 from minloader._memory.unpicklable import find_unpicklable
 
 QUIETLY: Any = {"options": ["-X", "dev"], "env": {"PYTHONWARNINGS": "error"}}
@@ -566,6 +573,21 @@ def test_a_memmap_is_opened_again_rather_than_read(tmp_path, mode):
     if mode != "r":
         back[0][3, 4] = -5
         assert array[3, 4] == -5
+
+
+def test_large_arrays_of_times_travel_beside_the_stream():
+    days = np.arange(20_000).astype("M8[D]")
+    wide = days.reshape(200, 100)
+    swapped = (days - days[7]).astype(">m8[s]")
+    for form in days, swapped, wide.T, wide[:, 3:60], np.asfortranarray(wide), days[::-1]:
+        pickler = JobPickler(stream := io.BytesIO(), "spawn")
+        pickler.dump(form)
+        packed = packed_batch(form)
+        assert max(len(stream.getvalue()), len(packed.stream)) < 1_000
+        sent = pickle.loads(stream.getvalue(), buffers=pickler.buffers)
+        for back in sent, unpack_batch(packed, None):
+            assert back.dtype == form.dtype
+            assert_array_equal(back, form)
 
 
 def test_a_private_memmap_travels_with_its_changes(tmp_path):

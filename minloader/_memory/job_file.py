@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from minloader._memory.files import ALIGN, LARGE, SharedFile, is_there, open_shared, unlink
 from minloader._memory.inherited import check, is_shared, may_be_inherited, must_be_inherited
-from minloader._memory.pickling import Pickler, order_in_memory, transpose_back
+from minloader._memory.pickling import Pickler, order_in_memory, transpose_back, view_as
 from minloader._memory.shared_arrays import (
     Mappings,
     address_of,
@@ -102,7 +102,7 @@ class JobPickler(Pickler):
         if kind.__module__ == "numpy" and kind.__name__ in ("ndarray", "memmap"):
             return self.reduce_array(obj)
         if hasattr(kind, "__array_finalize__") and _is_pickled_by_numpy(kind):
-            return _view_as, (_plain(obj), kind)
+            return view_as, (_plain(obj), kind)
         if kind.__module__ == "torch" and kind.__name__ == "Tensor":
             return self.reduce_tensor(obj)
         if kind.__module__ == "torch.storage":
@@ -130,6 +130,8 @@ class JobPickler(Pickler):
             shared = reduce_shared(array, self._mappings, is_same_machine=is_same_machine)
             if shared is not None:
                 return shared
+        if array.dtype.kind in "mM":
+            return view_as, (array.view(np.int64), array.dtype)
         if not array.flags.forc:
             # Only contiguous arrays leave the stream by themselves.
             if array.dtype.hasobject:
@@ -151,7 +153,7 @@ class JobPickler(Pickler):
             return self._reduce_memmap(array)
         self._note_copy(array)
         if type(array) is not np.ndarray:  # of a memmap, numpy writes the data into the stream
-            return _view_as, (_plain(array), type(array))
+            return view_as, (_plain(array), type(array))
         return NotImplemented
 
     def _reduce_memmap(self, array: Any) -> Any:
@@ -221,10 +223,6 @@ def _plain(array: Any) -> Any:
     import numpy as np
 
     return array.view(np.ndarray)
-
-
-def _view_as(array: Any, kind: Any) -> Any:
-    return array.view(kind)
 
 
 def _reduce_frame(frame: Any) -> Any:

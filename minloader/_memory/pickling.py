@@ -362,6 +362,8 @@ def _reduce_array(writer: NoSlot, array: Any) -> Any:
     if is_small and axes is None:
         return sys.modules["numpy"].ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
     whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
+    if dtype.kind in "mM":  # numpy writes datetime64 and timedelta64 into the stream
+        return view_as, (array.view("i8"), dtype)
     if dtype.hasobject or (whole and not is_small):
         return array.__reduce_ex__(5)
     if axes is not None:
@@ -444,6 +446,11 @@ def order_in_memory(array: Any) -> tuple[int, ...] | None:
     steps = [abs(step) for step in array.strides]
     axes = sorted(range(array.ndim), key=steps.__getitem__, reverse=True)
     return None if 0 in steps or axes == list(range(array.ndim)) else tuple(axes)
+
+
+def view_as(array: Any, kind: Any) -> Any:
+    """Return a view of an array, of another dtype or class."""
+    return array.view(kind)
 
 
 def transpose_back(array: Any, axes: tuple[int, ...]) -> Any:
