@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import logging
 import os
 import re
@@ -161,6 +162,29 @@ print(batches)
 """
     told = printed_by(program, cwd=tmp_path, options=["-W", "ignore"])
     assert told == "traced 0\ntraced 1\n[0, 1]\n"
+
+
+QUIET_LIBRARY = """
+import logging
+log = logging.getLogger(__name__)
+log.setLevel("ERROR")
+def read(item):
+    log.warning("read %d", item)
+"""
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.NOTSET])
+def test_the_scripts_level_holds_where_a_library_sets_another(level, tmp_path, monkeypatch, caplog):
+    """It does so when a worker imports it, which is after the worker has the script's levels."""
+    (tmp_path / "quiet_library.py").write_text(QUIET_LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path)
+    read = importlib.import_module("quiet_library").read
+    with (
+        caplog.at_level(level, "quiet_library"),
+        Loader(read, range(1), num_workers=1) as loader,
+    ):
+        list(loader)
+    assert caplog.messages == ["read 0"]
 
 
 @contextmanager
@@ -378,13 +402,21 @@ def test_a_root_logger_that_takes_everything(caplog):
     assert (logger.name, logging.DEBUG, "here") in caplog.record_tuples
 
 
-def set_up_logging(info: Any) -> None:
+def set_up_logging(info: Any = None) -> None:
     logging.basicConfig(format="worker %(name)s %(message)s", level="DEBUG")
 
 
-def test_logging_that_is_set_up_in_the_worker(capfd, caplog):
+class SetsUpLogging(Talkative):
+    def __setstate__(self, state: Any) -> None:
+        set_up_logging()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "init"), [(Talkative(), set_up_logging), (SetsUpLogging(), None)]
+)
+def test_logging_that_is_set_up_in_the_worker(dataset, init, capfd, caplog):
     items, options = [("debug", "here", {})], {"num_workers": 1, "mp_context": SPAWN}
-    with Loader(Talkative(), items, worker_init_fn=set_up_logging, **options) as loader:
+    with Loader(dataset, items, worker_init_fn=init, **options) as loader:
         list(loader)
     assert capfd.readouterr().err == "worker tests.dataset here\n"
     assert logger.name not in caplog.text

@@ -40,7 +40,8 @@ class LogSettings(NamedTuple):
 
     Attributes:
         levels: of the loggers that have one, by name; "" for the root logger.
-        others: the same of loggers of other classes. Only the libraries that they are of make such.
+        others: of all others, which a worker need not have: 0, or that of a logger of another class
+            than logging's own. Only the libraries that they are of make such.
         disabled: level up to which all logging is switched off.
         filters: arguments of ``warnings.filterwarnings`` for the filters of built-in categories,
             the first to be asked first. (Others might be of a module that a worker lacks.)
@@ -59,9 +60,10 @@ class LogSettings(NamedTuple):
         levels: dict[str, int] = {}
         others: dict[str, int] = {}
         for name, each in loggers.items():
-            if isinstance(each, logging.Logger) and (each.level or each is root):
-                is_plain = type(each) is logging.Logger or each is root
-                (levels if is_plain else others)[name] = each.level
+            if each is root or (type(each) is logging.Logger and each.level):
+                levels[name] = each.level
+            elif isinstance(each, logging.Logger):
+                others[name] = each.level
         filters: list[tuple[Any, ...]] = [
             (action, _text(message), category, _text(module), line)
             for action, message, category, module, line in list(warnings.filters)
@@ -70,17 +72,17 @@ class LogSettings(NamedTuple):
         return cls(levels, others, root.manager.disable, filters)
 
     def set_levels(self) -> None:
-        """Log in this process what that one wants."""
+        """Log in this process what that one wants. Again after imports: modules set levels too."""
         logging.disable(self.disabled)
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
-
-    def set_filters(self) -> None:
-        """Warn in this process as that one does, and set levels of what was imported meanwhile."""
         for name, level in self.others.items():
             logger = logging.root.manager.loggerDict.get(name)
-            if isinstance(logger, logging.Logger):
-                logger.setLevel(level)
+            if isinstance(logger, logging.Logger) and logger.level != level:
+                logger.setLevel(level)  # which asks each logger of the process to forget its own
+
+    def set_filters(self) -> None:
+        """Warn in this process as that one does."""
         warnings.resetwarnings()
         for action, message, category, module, line in self.filters:
             warnings.filterwarnings(action, message, category, module, line, append=True)
@@ -149,10 +151,13 @@ class _LogSender(logging.Handler):
             self.release()
 
 
-def send_logs(connection: socket.socket, index: int) -> None:
+def send_logs(connection: socket.socket, index: int) -> logging.Handler:
     """Have all that this worker process logs and warns come out in the parent.
 
     Unless logging is set up in the worker itself: then its handlers have what it logs.
+
+    Returns:
+        What the root logger has as its handler until then.
     """
     sender = _LogSender(connection, index)
     root = logging.getLogger()
@@ -169,3 +174,4 @@ def send_logs(connection: socket.socket, index: int) -> None:
 
     logging.basicConfig = set_up
     warnings.showwarning = sender.show_warning  # type: ignore[assignment]  # others call it, too
+    return sender

@@ -99,8 +99,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
+    sender = None
     if setup.logs is not None:
-        send_logs(setup.logs, index)
+        sender = send_logs(setup.logs, index)
         setup.log_settings.set_levels()
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
@@ -117,7 +118,10 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             job = setup.address.load(inherited=inherited)
         if not info.id:
             _log_long_start(time.perf_counter() - begin, imports.seconds, modules)
-        setup.log_settings.set_filters()  # only now: modules that the job imports may warn
+        # Modules that the job has imported may have set levels and filters of their own.
+        if sender in logging.root.handlers:
+            setup.log_settings.set_levels()
+        setup.log_settings.set_filters()
         seed_random_on_first_use()
         reload = _reloader(setup.address, job, inherited)
         environment = ProcessEnvironment(beat, sample_cell=sample_cell, reload=reload)
