@@ -116,6 +116,32 @@ def test_what_was_set_in_libraries_holds_in_workers():
     assert printed_by(SETTINGS, options=["-W", "ignore"]) == "well\n"
 
 
+def test_what_the_script_sets_holds_where_a_module_sets_it_otherwise(tmp_path):
+    """A worker imports the module when the settings are there."""
+    (tmp_path / "sets_others.py").write_text(
+        """
+import decimal, sys
+import numpy as np
+decimal.getcontext().prec = 10
+np.seterr(all="print")
+sys.setrecursionlimit(5000)
+def settings(item):
+    return decimal.getcontext().prec, np.geterr()["divide"], sys.getrecursionlimit()
+"""
+    )
+    program = """
+import decimal, sys
+import numpy as np
+from minloader import Loader
+import sets_others
+decimal.getcontext().prec = 5
+np.seterr(all="raise")
+sys.setrecursionlimit(3000)
+print(*Loader(sets_others.settings, [0], num_workers=1))
+"""
+    assert printed_by(program, cwd=tmp_path) == "(5, 'raise', 3000)\n"
+
+
 @pytest.mark.parametrize("users", [None, "3"])
 def test_a_worker_computes_in_one_thread(monkeypatch, users):
     """Unless the user says how many there are to be."""

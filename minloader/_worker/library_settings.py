@@ -5,8 +5,9 @@ settings::
 
     calling process: torch.set_default_dtype(torch.float64) ──> LibrarySettings ──> worker
 
-A worker gets them before it loads the job; those of a library that it has not imported, when it
-does. Nothing is imported for it, on either side.
+A worker gets them before it loads the job, and again after that, since a module of the job may set
+others; those of a library that it has not imported, when it does. Nothing is imported for it, on
+either side.
 """
 
 from __future__ import annotations

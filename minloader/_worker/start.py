@@ -118,7 +118,8 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             job = setup.address.load(inherited=inherited)
         if not info.id:
             _log_long_start(time.perf_counter() - begin, imports.seconds, modules)
-        # Modules that the job has imported may have set levels and filters of their own.
+        # What the job has imported may have set all this otherwise.
+        setup.libraries.apply()
         if sender in logging.root.handlers:
             setup.log_settings.set_levels()
         setup.log_settings.set_filters()
