@@ -113,6 +113,30 @@ def test_no_two_batches_draw_alike_from_numpy(num_workers):
     assert drawn[0] != drawn[1]
 
 
+def a_normal_number(item: int) -> float:
+    """Draws two, and keeps one for the next call."""
+    import numpy as np
+
+    return np.random.randn()
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_another_global_generator_of_numpy():
+    """What a batch draws is of the batch, and the user's state is what it was."""
+    import numpy as np
+
+    former = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        with Loader(a_normal_number, range(4), num_workers=0) as loader:
+            drawn = list(loader)
+            loader.set_epoch(0)
+            assert [loader.skip(3), *loader][1:] == drawn[3:]
+        assert np.random.random() == np.random.default_rng(5).random()
+    finally:
+        np.random.set_bit_generator(former)
+
+
 def test_a_generator_of_the_datasets_own_is_copied():
     own = random.Random(5)
     with Loader(Holder(own.random), range(1), num_workers=1) as loader:

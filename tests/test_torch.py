@@ -567,6 +567,21 @@ def test_seeds_of_a_worker_init_fn_are_told_to_have_no_effect(caplog):
     assert all("has seeded random" in each for each in said)  # and numpy.random, if it was there
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_worker_init_fn_beside_another_global_generator_of_numpy():
+    import numpy as np
+
+    former = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(5))
+    try:
+        with DataLoader(
+            Numbers(4), num_workers=1, worker_init_fn=zoo.seed_all, multiprocessing_context="fork"
+        ) as loader:
+            assert len(list(loader)) == 4
+    finally:
+        np.random.set_bit_generator(former)
+
+
 def test_torchs_worker_info_in_workers_of_a_loader():
     """An IterableDataset shards itself by that. Torch's answer has the shard's own dataset."""
     with Loader(Sharded(11), num_workers=2, mp_context="fork") as loader:

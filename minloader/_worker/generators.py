@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from minloader._sampling.seeding import derive
 from minloader._worker import torch_conventions
 from minloader._worker.messages import Job, WorkerInfo, current_batch
-from minloader._worker.seeds import BatchKey, global_generators
+from minloader._worker.seeds import BatchKey, comparable, global_generators
 
 logger = logging.getLogger("minloader")
 
@@ -141,15 +141,6 @@ def _kinds() -> list[tuple[type, Kind]]:
         (getattr(torch, "Generator", None), _TORCH),
     ]
     return [(kind, how) for kind, how in classes if kind is not None]
-
-
-def _comparable(state: Any) -> Any:
-    """Return a state in a form that ``==`` compares."""
-    if isinstance(state, dict):
-        return [_comparable(part) for part in state.values()]
-    if hasattr(state, "tobytes"):  # an array
-        return state.tobytes()
-    return state.numpy().tobytes() if hasattr(state, "numpy") else state
 
 
 class OwnGenerator(NamedTuple):
@@ -419,7 +410,7 @@ class BatchGenerators:
 
     def _has_changed(self, name: str) -> bool:
         own = self.generators[name]
-        return bool(_comparable(own.kind.state(own.generator)) != _comparable(self.states[name]))
+        return bool(comparable(own.kind.state(own.generator)) != comparable(self.states[name]))
 
     def _look_again(self) -> None:
         """Look for those that the first batch has made. One that it only gave a nearer place keeps

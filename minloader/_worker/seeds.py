@@ -53,6 +53,9 @@ def _seed_numpy(module: Any, value: int) -> None:
         # Words of 32 bits. One alone would take 2 µs rather than 8, but two of 77,000 batches
         # would draw alike.
         module.seed([value >> shift & 0xFFFF_FFFF for shift in (0, 32, 64, 96)])
+        if type(module.get_bit_generator()) is not module.MT19937:
+            # Of another kind, seed() leaves the normal number that was drawn ahead.
+            module.set_state(module.get_state(legacy=False) | {"has_gauss": 0, "gauss": 0.0})
 
 
 def _seed_torch(module: Any, value: int) -> None:
@@ -90,11 +93,19 @@ def global_states() -> dict[str, Any]:
     """Return the states of the global generators that are there, fit to be compared."""
     states: dict[str, Any] = {"random": _generator.getstate()}
     if hasattr(numpy := sys.modules.get("numpy.random"), "get_state"):
-        kind, keys, *rest = numpy.get_state()  # type: ignore[union-attr]
-        states["numpy.random"] = kind, keys.tobytes(), rest
+        states["numpy.random"] = comparable(numpy.get_state(legacy=False))  # type: ignore[union-attr]
     if (torch := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
-        states["torch"] = torch.get_state().numpy().tobytes()
+        states["torch"] = comparable(torch.get_state())
     return states
+
+
+def comparable(state: Any) -> Any:
+    """Return the state of a generator in a form that ``==`` compares."""
+    if isinstance(state, dict):
+        return [comparable(part) for part in state.values()]
+    if hasattr(state, "tobytes"):  # an array
+        return state.tobytes()
+    return state.numpy().tobytes() if hasattr(state, "numpy") else state
 
 
 def global_generators() -> list[Any]:
@@ -210,7 +221,7 @@ def save_globals() -> Callable[[], None]:
     # It has none yet if another thread is just importing it.
     torch = getattr(sys.modules.get("torch"), "default_generator", None)
     python_state = random.getstate()
-    numpy_state = numpy.random.get_state()
+    numpy_state = numpy.random.get_state(legacy=False)
     torch_state = torch and torch.get_state()
 
     def restore_globals() -> None:
