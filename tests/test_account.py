@@ -365,7 +365,7 @@ class Long(NamedTuple):
     most: int = 2_000  # a batch of a task that has come passes 10 places of ours, a task 300
     within: str = OURS
     ways: Iterable[str] = ("inline", "threads")
-    times: tuple[int, int] = (100, 400)
+    times: tuple[int, int] = (60, 400)
 
 
 def counting(dataset: Any = None, **way: Any) -> Loader:

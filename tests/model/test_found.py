@@ -13,7 +13,7 @@ from .programs import KINDS
 
 QUICK = ["own shuffled", "rolling", "batches of told", "told with state", "counted iterator"]
 QUICK += ["failing", "opened counting", "own iterator"]
-"""Kinds of samplers and streams with which programs are run in any case."""
+"""Kinds of samplers and streams with which programs are run in any case, in one of two ways."""
 
 QUICKEST = ["own shuffled", "told with state", "failing", "counting"]
 """Those that are interrupted in any case, most in one of the two ways."""
@@ -37,8 +37,10 @@ def in_turns(kinds: list[str], programs: Iterable[str], name: str, way: str) -> 
 def test_found(name, way, some, monkeypatch):
     if way == "here":
         monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
-    others = [kind for kind in KINDS if kind not in QUICK]
-    kinds = QUICK if some else in_turns(others, FOUND, name, way)
+    quick = in_turns(QUICK, FOUND, name, way)
+    others = [kind for kind in QUICK if kind not in quick]
+    others += in_turns([kind for kind in KINDS if kind not in QUICK], FOUND, name, way)
+    kinds = quick if some else others
     for kind in possible(FOUND[name], way, kinds):
         run(kind, way, FOUND[name]).end()
 
