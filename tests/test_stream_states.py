@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -80,6 +81,24 @@ def test_two_loaders_over_one_object_without_workers(stream, left):
             given[1] += lists(others)
             assert given == [epoch(0, 1)] * 2
             assert lists(loader) == lists(other) == epoch(1, 1)
+
+
+@pytest.mark.parametrize("stream", [Counting, Separate])
+@pytest.mark.parametrize("taken", [1, None])
+@pytest.mark.parametrize("end", [Loader.close, None], ids=["closed", "let go of"])
+def test_a_loader_that_has_ended_leaves_an_object_where_it_was(stream, taken, end):
+    """As it does with workers, which have copies: also where it went on from a state."""
+    shared = stream()
+    loader = Loader(shared, batch_size=2, num_workers=0)
+    assert lists(islice(loader, 1))
+    loader.load_state_dict(loader.state_dict())
+    assert lists(islice(loader, taken))
+    if end is not None:
+        end(loader)
+    del loader
+    gc.collect()
+    with Loader(shared, batch_size=2, num_workers=0) as other:
+        assert lists(other) == epoch(0, 1)
 
 
 def test_an_object_that_the_user_has_moved_is_read_from_there():

@@ -379,6 +379,10 @@ class Worker:
         """Put a stream back to where it was before it was read, for other workers."""
         self._readers.rewind()
 
+    def put_back(self) -> None:
+        """Put a stream back to where it was before it was read: nobody reads on here."""
+        self._readers.put_back()
+
     def _prepare(self, info: WorkerInfo) -> None:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info

@@ -419,6 +419,24 @@ class ShardReaders:
         elif self._original is not None:
             job.dataset = self._original
 
+    def put_back(self) -> None:
+        """Put the user's own object back to where it was before it was read: this reads no more.
+
+        Unless somebody has moved it since, or it has no state.
+        """
+        dataset = self.maker.job.dataset
+        bare = _unwrapped(dataset)
+        beginning = self.maker.job.beginning
+        if beginning is None or _last_readers.get(id(bare)) is not self:
+            return
+        try:
+            is_where_left = self._is_where_left(bare)
+            self._readers.clear()  # a generator may note where it ends
+            if is_where_left:
+                dataset.load_state_dict(unpack(beginning)["dataset"])
+        except Exception as error:
+            logger.debug("%s could not be put back: %r", brief_repr(bare), error)
+
     def _take_over(self, shard: Shard) -> None:
         """Be the one that reads the user's own object, which another loader may have read.
 
