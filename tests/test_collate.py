@@ -179,6 +179,24 @@ def test_what_has_no_array_is_refused(collate_fn, samples, message):
         collate_fn(samples)
 
 
+@pytest.mark.parametrize("join", [collate, pad_collate(), pack_collate()])
+def test_a_tensor_that_numpy_cannot_hold_is_named(join):
+    torch = require("torch")
+    others = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, requires_grad=True)
+    for other in (*others, torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(TypeError, match=r"sample\['x'\] is a Tensor that numpy cannot hold"):
+            join([{"x": other}] * 2)
+
+
+def test_advice_is_not_what_was_done():
+    ragged = [{"words": ["a", "b"]}, {"words": ["c"]}]
+    with pytest.raises(ValueError, match="arrays and use collate_fn=pad_collate"):
+        collate(ragged)
+    with pytest.raises(ValueError, match="arrays, or give a collate_fn of your own") as error:
+        pad_collate()(ragged)
+    assert "pad_collate" not in str(error.value)
+
+
 def test_torch_tensors():
     torch = require("torch")
     batch = collate([(torch.ones(2, 3) * i, torch.tensor(i)) for i in range(4)])

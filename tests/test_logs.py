@@ -8,18 +8,21 @@ import logging
 import os
 import re
 import socket
+import sys
 import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import eventually, printed_by, python, variants
 
 from minloader import Loader
+from minloader._worker.import_hook import ImportClock
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -478,6 +481,15 @@ with ImportClock() as clock:
 print(clock.seconds, ["exec_module" in vars(each.__loader__) for each in modules])
 """
     assert printed_by(program, cwd=tmp_path) == "0.0 [False, False, False]\n"
+
+
+@pytest.mark.filterwarnings("ignore::ImportWarning")  # of CPython 3.11
+def test_a_finder_without_find_spec_is_passed_over(monkeypatch):
+    """As Python does."""
+    old = SimpleNamespace(find_module=lambda name, path: None)
+    monkeypatch.setattr(sys, "meta_path", [old, *sys.meta_path])
+    with ImportClock(), pytest.raises(ModuleNotFoundError, match="this_or_that"):
+        importlib.import_module("this_or_that")
 
 
 def test_a_forked_worker_has_not_the_handlers_of_its_parent(caplog, capfd):

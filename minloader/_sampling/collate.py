@@ -339,9 +339,10 @@ def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
     if isinstance(first, (list, tuple)):
         if any(not isinstance(s, (list, tuple)) or len(s) != len(first) for s in samples):
             refuse_none(samples, path)
+            pads = " and use collate_fn=pad_collate()" if join_sequences is None else ""
             raise ValueError(
                 f"collate: {path} is a sequence of {len(first)} in the first sample but not in "
-                "all of them; make ragged data arrays and use collate_fn=pad_collate()"
+                f"all of them; make ragged data arrays{pads}, or give a collate_fn of your own"
             )
         return DEEPER
     if not _is_array(first):
@@ -358,7 +359,14 @@ def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
         if lost:
             sequences = join_sequences is not None and all(map(np.ndim, samples))
             return _stack_with(lost, samples, path, sequences)
-    arrays = [np.asarray(sample) for sample in samples]
+    try:
+        arrays = [np.asarray(sample) for sample in samples]
+    except Exception as error:  # of a tensor: in bfloat16, sparse, with a gradient, on a device
+        raise TypeError(
+            f"collate: {path} is a {type(first).__name__} that numpy cannot hold ({error}); "
+            "convert it in transform, for example by .detach().float(), or give a collate_fn of "
+            "your own"
+        ) from error
     if join_sequences is None or any(array.ndim == 0 for array in arrays):
         return _stack(arrays, path)
     return join_sequences(arrays, path)

@@ -243,7 +243,7 @@ class WindowSampler(Sampler):
 
     def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
         if self._all is None:
-            raise TypeError("lengths are read lazily, so the number of batches is not known")
+            raise TypeError("what is batched is read lazily, so the number of batches is not known")
         planned = self._plan_window(self._all, self.epoch, run_state)
         return planned.batches_after, planned.dropped
 

@@ -113,7 +113,9 @@ class ImportClock:
             return None
         begin = time.perf_counter()
         others = [each for each in sys.meta_path if each is not self]
-        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        # Python passes over those that have no such method.
+        methods = (finder.find_spec for finder in others if hasattr(finder, "find_spec"))
+        specs = (find_spec(fullname, path, target) for find_spec in methods)
         spec = next((spec for spec in specs if spec is not None), None)
         # Others may be loaders of many modules, as that of a zip archive is, and no object of ours
         # to change. What is built in has a class for a loader, and takes no time.
