@@ -99,7 +99,7 @@ def test_an_error_that_cannot_be_printed_is_raised(num_workers):
         assert "batch 1 of epoch 0" in caught.value.__notes__[0]
         assert next(batches) == 2
         ((*_, text),) = loader.stats.errors.last
-        assert text == "SyntaxError: it cannot be printed"
+        assert "SyntaxError: " in text  # more on CPythons that can print it
 
 
 # --- batches that cannot be pickled ----------------------------------------------------------
