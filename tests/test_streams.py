@@ -637,6 +637,10 @@ def test_generators_are_read_once():
     loader = Loader((n for n in range(4)), num_workers=2, executor="thread")
     with loader, pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
         next(iter(loader))
+    with Loader((n for n in range(4)), num_workers=1, mp_context="fork") as loader:
+        assert list(loader) == [0, 1, 2, 3]
+        with pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
+            next(iter(loader))
 
 
 @here

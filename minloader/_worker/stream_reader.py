@@ -494,7 +494,12 @@ class ShardReaders:
             self._note_beginning(dataset)
         # A forked worker makes copies of this object, so that has to stay as it is.
         if reload is not None and (is_used or shard.total > self.info.num_workers):
-            return reload(), False
+            try:
+                return reload(), False
+            except TypeError as error:
+                if is_read_once(dataset):
+                    raise _read_once(dataset) from error
+                raise
         alone = shard.total == 1
         if reload is None and not (is_inline and alone):
             try:
