@@ -1009,6 +1009,36 @@ def test_the_state_of_one_rank_serves_all(rank):
             next(iter(different))
 
 
+@pytest.mark.parametrize(
+    ("former", "ranks", "message"),
+    [
+        (2, 3, "out to 3 ranks, but the state was taken with 2 ranks"),
+        (2, 1, "out to 1 rank, but the state was taken with 2 ranks"),
+        (1, 2, "out to 2 ranks, but the state was taken with another number of ranks or seed"),
+    ],
+)
+def test_another_number_of_ranks_is_said(former, ranks, message):
+    def make(ranks: int) -> DataLoader[Any]:
+        sampler = OurBatchSampler(20, 2, rank=0, world_size=ranks, seed=4)
+        return DataLoader(Numbers(), batch_sampler=sampler)
+
+    loader = make(former)
+    next(iter(loader))
+    other = make(ranks)
+    other.load_state_dict(plain(loader.state_dict()))
+    with pytest.raises(ValueError, match=message):
+        list(other)
+
+
+def test_another_batch_size_is_said_with_what_can_be_done():
+    loader = DataLoader(Numbers(), batch_sampler=OurBatchSampler(20, 2))
+    next(iter(loader))
+    other = DataLoader(Numbers(), batch_sampler=OurBatchSampler(20, 4))
+    other.load_state_dict(plain(loader.state_dict()))
+    with pytest.raises(ValueError, match=r"sampler with that; if the state is of a minloader"):
+        list(other)
+
+
 def test_a_sampler_that_counts_its_epochs_while_it_is_read():
     """As Accelerate's does: at the end of the sampler it is ahead of the consumer.
 

@@ -393,8 +393,8 @@ class Sampler(Resettable):
             in_state = [f"{name} {state[name]!r}" for name in refused]
             raise ValueError(
                 f"{' and '.join(present)}, but the state is of {' and '.join(in_state)}; make the "
-                f"sampler with that, or give load_state_dict of a Loader over it allow={refused}, "
-                "which deals out anew what was not given"
+                "sampler with that; if the state is of a minloader.Loader, its load_state_dict "
+                f"can be given allow={refused}, which deals out anew what was not given"
             )
 
     def _check_run_state(self, state: dict[str, Any]) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from minloader._sampling.source import Resettable
+
+MOST_RANKS = 4096
+"""Up to how many ranks a number is looked for that a message is to have."""
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
@@ -90,6 +93,21 @@ def ranks_of(sampler: Any) -> dict[str, Any] | None:
     """Return what tells samplers apart that deal an epoch out to ranks; None of any other."""
     dealer = _dealer(with_inner(sampler))
     return dealer and {"ranks": dealer.ranks, "seed": getattr(dealer.by, "seed", None)}
+
+
+def ranks_that_fit(sampler: Any, fits: Callable[[dict[str, Any]], bool]) -> int | None:
+    """Return how many ranks something was dealt out to, by what :func:`ranks_of` was then.
+
+    Args:
+        sampler: with the same seed, and maybe another number of ranks.
+        fits: whether that was what it is given.
+
+    Returns:
+        None if it is not known.
+    """
+    seeds = [getattr(each, "seed", None) for each in with_inner(sampler)]
+    told = ({"ranks": n, "seed": seed} for seed in seeds for n in range(2, MOST_RANKS + 1))
+    return next((each["ranks"] for each in told if fits(each)), None)
 
 
 def rank_of(sampler: Any) -> int:
