@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -83,22 +82,49 @@ def test_two_loaders_over_one_object_without_workers(stream, left):
             assert lists(loader) == lists(other) == epoch(1, 1)
 
 
-@pytest.mark.parametrize("stream", [Counting, Separate])
-@pytest.mark.parametrize("taken", [1, None])
-@pytest.mark.parametrize("end", [Loader.close, None], ids=["closed", "let go of"])
-def test_a_loader_that_has_ended_leaves_an_object_where_it_was(stream, taken, end):
-    """As it does with workers, which have copies: also where it went on from a state."""
-    shared = stream()
-    loader = Loader(shared, batch_size=2, num_workers=0)
-    assert lists(islice(loader, 1))
-    loader.load_state_dict(loader.state_dict())
-    assert lists(islice(loader, taken))
-    if end is not None:
-        end(loader)
-    del loader
-    gc.collect()
-    with Loader(shared, batch_size=2, num_workers=0) as other:
-        assert lists(other) == epoch(0, 1)
+@pytest.mark.parametrize("make_stream", [same, lambda stream: shuffled(stream, 6)])
+@pytest.mark.parametrize("stream", [*IDIOMS, Sticky])
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_loader_that_ends_leaves_the_object_as_it_was(stream, make_stream, is_closed):
+    """As with workers, which read copies."""
+    with Loader(make_stream(stream()), batch_size=2, num_workers=0) as loader:
+        expected = lists(loader)
+        states = [loader.state_dict() for _ in islice(loader, 4)]
+    shared = make_stream(stream())
+    for left in 1, 4, 7, 8:
+        for state in None, states[3]:
+            loader = Loader(shared, batch_size=2, num_workers=0)
+            if state is not None:
+                loader.load_state_dict(state)
+            list(islice(loader, left))
+            if is_closed:
+                loader.close()
+            del loader
+            with Loader(shared, batch_size=2, num_workers=0) as other:
+                assert lists(other) == expected
+
+
+def test_a_loader_that_ends_moves_no_object_that_is_read_or_moved_by_another():
+    shared = Counting()
+    loader = Loader(shared, num_workers=0)
+    batches = iter(loader)
+    assert [next(batches), next(batches)] == [0, 1]
+    with Loader(shared, num_workers=0) as other:
+        others = iter(other)
+        assert next(others) == 0
+        loader.close()
+        assert list(others) == list(range(1, 14))
+        shared.load_state_dict({"epoch": 0, "i": 5})
+    assert list(shared) == list(range(5, 14))
+
+
+def test_an_object_that_cannot_be_put_back_does_not_disturb_the_end():
+    class Stuck(Counting):
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("it cannot go back")
+
+    with Loader(Stuck(), num_workers=0) as loader:
+        assert next(iter(loader)) == 0
 
 
 def test_an_object_that_the_user_has_moved_is_read_from_there():

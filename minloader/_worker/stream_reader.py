@@ -20,12 +20,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 from minloader._checks import (
     brief_repr,
@@ -327,6 +326,12 @@ class ShardReader:
         self.last_state = pack(states, down=False) if states else None
         return self.last_state
 
+    def note_place(self) -> None:
+        """Note where the user's own object is, though the shard is not read on from there."""
+        dataset = self.info.dataset
+        if self.environment.is_inline and is_stateful(dataset):
+            self.last_state = pack(states_of({"dataset": dataset}), down=False)
+
 
 @dataclass(eq=False)
 class ShardReaders:
@@ -345,7 +350,6 @@ class ShardReaders:
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
     _is_job_object_used: bool = False  # whether the job's own object was given to a reader
     _was_read_by_other: bool = False  # whether another loader has read the job's own object since
-    _original: Any = None  # that object as it was then, if it had no state and is the user's
 
     def find(self, shard: Shard, epoch: int, prepare: Callable[[WorkerInfo], None]) -> ShardReader:
         """Return a reader for a task, which may stand before its first batch.
@@ -416,8 +420,6 @@ class ShardReaders:
         job = self.maker.job
         if job.beginning is not None:
             job.dataset.load_state_dict(unpack(job.beginning)["dataset"])
-        elif self._original is not None:
-            job.dataset = self._original
 
     def put_back(self) -> None:
         """Put the user's own object back to where it was before it was read: this reads no more.
@@ -434,6 +436,7 @@ class ShardReaders:
             self._readers.clear()  # a generator may note where it ends
             if is_where_left:
                 dataset.load_state_dict(unpack(beginning)["dataset"])
+                _note_put_back(bare, beginning)
         except Exception as error:
             logger.debug("%s could not be put back: %r", brief_repr(bare), error)
 
@@ -454,9 +457,8 @@ class ShardReaders:
         is_own_iterator = isinstance(bare, Iterator)
         if is_stateful(bare) and (other is not None or self._was_read_by_other):
             self._readers.clear()
-            if other is not None and not self._is_job_object_used and other._is_where_left(bare):
+            if not self._is_job_object_used and other is not None and other._is_where_left(bare):
                 self.maker.job.beginning = other.maker.job.beginning
-                self._original = other._original
         elif (
             is_own_iterator
             and other is not None
@@ -473,6 +475,8 @@ class ShardReaders:
 
     def _is_where_left(self, dataset: Any) -> bool:
         """Return whether an object is where this left it: the user may have put it elsewhere."""
+        if not self._is_job_object_used:
+            return False
         last = [each.last_state for each in self._readers.values()]
         states = [state for packed in last if packed for state in unpack(packed).values()]
         return any(not differences(dataset.state_dict(), state) for state in states)
@@ -488,8 +492,6 @@ class ShardReaders:
         is_inline = self.environment.is_inline
         reload = self.environment.reload
         is_used = self._is_job_object_used
-        if shard.state is None and self._original is not None:
-            return copy.deepcopy(self._original), False
         if not is_used:
             self._note_beginning(dataset)
         # A forked worker makes copies of this object, so that has to stay as it is.
@@ -501,7 +503,9 @@ class ShardReaders:
                     raise _read_once(dataset) from error
                 raise
         alone = shard.total == 1
-        if reload is None and not (is_inline and alone):
+        # What has a state, but none to be put back to at the end, is not read itself.
+        cannot_be_put_back = is_stateful(dataset) and self.maker.job.beginning is None
+        if reload is None and not (is_inline and alone and not cannot_be_put_back):
             try:
                 return copy.deepcopy(dataset), False
             except Exception as error:
@@ -524,17 +528,34 @@ class ShardReaders:
             try:  # many have none before their first sample
                 state = state_of(dataset)
                 if state is not None:
-                    job.beginning = pack({"dataset": state}, down=False)
+                    job.beginning = _beginning_of(_unwrapped(dataset), state)
             except Exception as error:
                 logger.debug("the stream has no state before it is read: %r", error)
-            if job.beginning is None and self.environment.is_inline:
-                with suppress(Exception):  # what cannot be copied cannot be begun anew either
-                    self._original = copy.deepcopy(dataset)
 
 
 _last_readers: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
 """Who has read an object of the user's last, in the calling process, by the object's id. They keep
 the object, so that no other has its id."""
+
+
+_put_back: dict[int, tuple[ref[Any], bytes, bytes]] = {}
+"""The objects of the user's that were put back, by id: what each said then, and its beginning. Some
+say where they were put only once they are read."""
+
+
+def _note_put_back(dataset: Any, beginning: bytes) -> None:
+    key = id(dataset)
+    said = pack({"dataset": state_of(dataset)}, down=False)
+    _put_back[key] = ref(dataset, lambda _: _put_back.pop(key, None)), said, beginning
+
+
+def _beginning_of(dataset: Any, state: Any) -> bytes:
+    """Return the state, packed, that a stream begins with which says that it has this one."""
+    if id(dataset) in _put_back:
+        _, said, beginning = _put_back[id(dataset)]
+        if not differences(unpack(said)["dataset"], state):
+            return beginning
+    return pack({"dataset": state}, down=False)
 
 
 def _is_own_iterator(dataset: Any, iterator: Any) -> bool:
