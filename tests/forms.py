@@ -61,6 +61,9 @@ FORMS: dict[str, list[Callable[[], Any]]] = {
         lambda: np.lib.stride_tricks.sliding_window_view(grid().ravel(), 5),
     ],
     "numpy arrays of objects": [lambda: np.array([*map(str, range(9_000)), None], dtype=object)],
+    "numpy arrays of `StringDType`": [
+        lambda: np.array([*map(str, range(9_000))], dtype=np.dtypes.StringDType())
+    ],
     "`bytes`": [lambda: b"x" * 20_000],
     "strings": [lambda: "x" * 20_000],
     "tensors": [

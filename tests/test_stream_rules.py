@@ -209,7 +209,7 @@ def test_the_first_number_or_string_tells_streams_apart(form):
 
 @pytest.mark.slow
 def test_a_stream_that_reads_otherwise_for_another_worker_is_refused():
-    with Loader(OwnOrder(400), batch_size=4, num_workers=2) as loader:
+    with Loader(OwnOrder(4_000), batch_size=4, num_workers=2) as loader:
         batches = iter(loader)
         list(itertools.islice(batches, 20))
         for process in workers(loader):
