@@ -104,6 +104,20 @@ def test_a_loader_that_ends_leaves_the_object_as_it_was(stream, make_stream, is_
                 assert lists(other) == expected
 
 
+@pytest.mark.parametrize("stream", [Counting, Sticky])
+def test_workers_that_take_over_leave_the_object_as_it_was(stream):
+    """For another loader too, also where it begins an epoch once more."""
+    shared = stream()
+    with Loader(shared, batch_size=2, num_workers=0, executor="thread") as loader:
+        batches = iter(loader)
+        given = lists(islice(batches, 2))
+        loader.num_workers = 1
+        assert given + lists(batches) == epoch(0, 1)
+    with Loader(shared, batch_size=2, num_workers=0) as other:
+        for _ in range(2):
+            assert lists(islice(other, 1)) == [[0, 1]]
+
+
 def test_a_loader_that_ends_moves_no_object_that_is_read_or_moved_by_another():
     shared = Counting()
     loader = Loader(shared, num_workers=0)

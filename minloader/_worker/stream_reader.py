@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
 
 from minloader._checks import (
@@ -417,28 +417,40 @@ class ShardReaders:
             raise _read_once(self.maker.job.dataset)
         _last_readers[id(_unwrapped(self.maker.job.dataset))] = self
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
-        job = self.maker.job
-        if job.beginning is not None:
-            job.dataset.load_state_dict(unpack(job.beginning)["dataset"])
+        if self.maker.job.beginning is not None:
+            self._put_to_beginning()
 
     def put_back(self) -> None:
         """Put the user's own object back to where it was before it was read: this reads no more.
 
         Unless somebody has moved it since, or it has no state.
         """
-        dataset = self.maker.job.dataset
-        bare = _unwrapped(dataset)
-        beginning = self.maker.job.beginning
-        if beginning is None or _last_readers.get(id(bare)) is not self:
+        job = self.maker.job
+        bare = _unwrapped(job.dataset)
+        if job.beginning is None or _last_readers.get(id(bare)) is not self:
             return
         try:
             is_where_left = self._is_where_left(bare)
             self._readers.clear()  # a generator may note where it ends
             if is_where_left:
-                dataset.load_state_dict(unpack(beginning)["dataset"])
-                _note_put_back(bare, beginning)
+                self._put_to_beginning()
         except Exception as error:
             logger.debug("%s could not be put back: %r", brief_repr(bare), error)
+
+    def _put_to_beginning(self) -> None:
+        """Put the user's own object back, and note that for whoever reads it next."""
+        job = self.maker.job
+        dataset = job.dataset
+        assert job.beginning is not None
+        dataset.load_state_dict(unpack(job.beginning)["dataset"])
+        bare = _unwrapped(dataset)
+        key = id(bare)
+        try:
+            said = pack({"dataset": state_of(dataset)}, down=False)
+            object_ref = ref(bare, lambda _: _put_back.pop(key, None))
+            _put_back[key] = _PutBack(object_ref, said=said, beginning=job.beginning)
+        except Exception as error:  # some have no state there, or take no weak references
+            logger.debug("it is not noted that %s was put back: %r", brief_repr(bare), error)
 
     def _take_over(self, shard: Shard) -> None:
         """Be the one that reads the user's own object, which another loader may have read.
@@ -538,23 +550,29 @@ _last_readers: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
 the object, so that no other has its id."""
 
 
-_put_back: dict[int, tuple[ref[Any], bytes, bytes]] = {}
-"""The objects of the user's that were put back, by id: what each said then, and its beginning. Some
-say where they were put only once they are read."""
+class _PutBack(NamedTuple):
+    """That an object of the user's was put back. Some say where they are only once they are read.
+
+    Attributes:
+        object: a weak reference, whose end ends this entry.
+        said: the state that it had by its own account when it had been put back, packed.
+        beginning: the state that it was given, packed.
+    """
+
+    object: ref[Any]
+    said: bytes
+    beginning: bytes
 
 
-def _note_put_back(dataset: Any, beginning: bytes) -> None:
-    key = id(dataset)
-    said = pack({"dataset": state_of(dataset)}, down=False)
-    _put_back[key] = ref(dataset, lambda _: _put_back.pop(key, None)), said, beginning
+_put_back: dict[int, _PutBack] = {}
+"""By the object's id, as long as it lives."""
 
 
 def _beginning_of(dataset: Any, state: Any) -> bytes:
     """Return the state, packed, that a stream begins with which says that it has this one."""
-    if id(dataset) in _put_back:
-        _, said, beginning = _put_back[id(dataset)]
-        if not differences(unpack(said)["dataset"], state):
-            return beginning
+    last = _put_back.get(id(dataset))
+    if last is not None and not differences(unpack(last.said)["dataset"], state):
+        return last.beginning
     return pack({"dataset": state}, down=False)
 
 
