@@ -1012,9 +1012,9 @@ def test_the_state_of_one_rank_serves_all(rank):
 @pytest.mark.parametrize(
     ("former", "ranks", "message"),
     [
-        (2, 3, "out to 3 ranks, but the state was taken with 2 ranks"),
-        (2, 1, "out to 1 rank, but the state was taken with 2 ranks"),
-        (1, 2, "out to 2 ranks, but the state was taken with another number of ranks or seed"),
+        (2, 3, "out to 3 ranks, seed 4, but the state was taken with 2 ranks, seed 4"),
+        (2, 1, "out to 1 rank, but the state was taken with 2 ranks, seed 4"),
+        (1, 2, "out to 2 ranks, seed 4, but the state was taken with 1 rank;"),
     ],
 )
 def test_another_number_of_ranks_is_said(former, ranks, message):

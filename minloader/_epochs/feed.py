@@ -34,7 +34,7 @@ from minloader._memory.pickling import unpack
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
-from minloader._sampling.ranks import ranks_of, ranks_that_fit, with_inner
+from minloader._sampling.ranks import is_of_ranks, ranks_as_text, with_inner
 from minloader._sampling.source import Source, pass_numbers
 from minloader._worker.messages import Shard
 
@@ -318,17 +318,13 @@ class Feed:
     def _misfit(self, item: Any) -> ValueError:
         """Return the error for such an item."""
         assert self.check is not None
-        former = self.check.digest
-        items = self.source.items
-        ranks = ranks_that_fit(items, lambda told: digest(told) == former)
-        told = ranks_of(items)
-        if ranks is not None or told is not None:
-            of_then = f"{ranks} ranks" if ranks is not None else "another number of ranks or seed"
+        former = str(self.check.digest)
+        ranks = ranks_as_text(self.source.items)
+        if ranks is not None or is_of_ranks(former):
             return ValueError(
-                "the state does not fit: the sampler deals the epoch out to "
-                f"{counted(told['ranks'] if told else 1, 'rank')}, but the state was taken with "
-                f"{of_then}; have as many ranks, and the seed, that there were then, or begin the "
-                "epoch anew"
+                f"the state does not fit: the sampler deals the epoch out to {ranks or '1 rank'}, "
+                f"but the state was taken with {former if is_of_ranks(former) else '1 rank'}; have "
+                "as many ranks, and the seed, that there were then, or begin the epoch anew"
             )
         return ValueError(
             f"the state does not fit: item {self.check.ordinal} of the sampler is "
@@ -341,9 +337,9 @@ class Feed:
     def digest(self, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""
         # Each rank has other items, and the state of one serves all.
-        ranks = ranks_of(self.source.items)
+        ranks = ranks_as_text(self.source.items)
         if ranks is not None:
-            return digest(ranks)
+            return ranks
         if isinstance(item, HeldItem):
             try:
                 item = unpack(item.pack())  # as it was when the sampler gave it

@@ -8,13 +8,10 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from minloader._sampling.source import Resettable
-
-MOST_RANKS = 4096
-"""Up to how many ranks a number is looked for that a message is to have."""
 
 
 def with_inner(sampler: Any) -> Iterator[Any]:
@@ -89,25 +86,24 @@ def _whole_number(value: Any) -> int | None:
         return None
 
 
-def ranks_of(sampler: Any) -> dict[str, Any] | None:
+def ranks_of(sampler: Any) -> int:
+    """Return how many ranks a sampler deals an epoch out to."""
+    dealer = _dealer(with_inner(sampler))
+    return 1 if dealer is None else dealer.ranks
+
+
+def ranks_as_text(sampler: Any) -> str | None:
     """Return what tells samplers apart that deal an epoch out to ranks; None of any other."""
     dealer = _dealer(with_inner(sampler))
-    return dealer and {"ranks": dealer.ranks, "seed": getattr(dealer.by, "seed", None)}
+    if dealer is None:
+        return None
+    seed = _whole_number(getattr(dealer.by, "seed", None))
+    return f"{dealer.ranks} ranks" if seed is None else f"{dealer.ranks} ranks, seed {seed}"
 
 
-def ranks_that_fit(sampler: Any, fits: Callable[[dict[str, Any]], bool]) -> int | None:
-    """Return how many ranks something was dealt out to, by what :func:`ranks_of` was then.
-
-    Args:
-        sampler: with the same seed, and maybe another number of ranks.
-        fits: whether that was what it is given.
-
-    Returns:
-        None if it is not known.
-    """
-    seeds = [getattr(each, "seed", None) for each in with_inner(sampler)]
-    told = ({"ranks": n, "seed": seed} for seed in seeds for n in range(2, MOST_RANKS + 1))
-    return next((each["ranks"] for each in told if fits(each)), None)
+def is_of_ranks(text: str) -> bool:
+    """Return whether a text is of :func:`ranks_as_text`, and not the digest of an item."""
+    return " ranks" in text
 
 
 def rank_of(sampler: Any) -> int:

@@ -334,8 +334,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def total_batch_size(self) -> int | None:
         """Number of samples in the batches of all ranks; None if the loader does not batch."""
         size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
-        ranks = (ranks_of(self._index_sampler) or {"ranks": 1})["ranks"]
-        return None if size is None else size * ranks
+        return None if size is None else size * ranks_of(self._index_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers, and the dataset, the number of the epoch, as far as they want it."""
@@ -603,7 +602,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if not (distributed.is_available() and distributed.is_initialized()):
             return "state"
         stream = isinstance(self.dataset, IterableDataset)
-        if distributed.get_world_size() == 1 or (not stream and ranks_of(self._index_sampler)):
+        if distributed.get_world_size() == 1 or (not stream and ranks_of(self._index_sampler) > 1):
             return "state"
         return f"rank{distributed.get_rank()}"
 
