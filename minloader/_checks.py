@@ -700,7 +700,7 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     return samples
 
 
-def check_apart(fetched: Any) -> list[Any]:
+def check_can_transform(fetched: Any) -> list[Any]:
     """Return what torch's kind of ``__getitems__`` has fetched as a list, for ``transform``."""
     kind = type(fetched).__name__
     got = ""

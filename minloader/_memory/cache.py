@@ -243,7 +243,8 @@ def _least_size(sample: Any, counted: set[int]) -> int:
     if isinstance(sample, dict | list | tuple):
         parts = sample.values() if isinstance(sample, dict) else sample
         return sum(_least_size(part, counted) for part in parts)
-    known, size = id(sample), 0
+    identity = id(sample)
+    size = 0
     kind = type(sample).__name__
     if isinstance(sample, bytes | bytearray | str):
         size = len(sample)
@@ -251,10 +252,11 @@ def _least_size(sample: Any, counted: set[int]) -> int:
         size = sample.nbytes
     elif kind == "Tensor" and str(sample.layout) == "torch.strided":
         storage = sample.untyped_storage()
-        known, size = storage.data_ptr(), min(sample.nbytes, storage.nbytes())
-    if known in counted:
+        identity = storage.data_ptr()
+        size = min(sample.nbytes, storage.nbytes())
+    if identity in counted:
         return 0
-    counted.add(known)
+    counted.add(identity)
     return int(size)
 
 

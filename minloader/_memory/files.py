@@ -37,6 +37,10 @@ ALIGN = 64
 """Bytes; the alignment numpy gives its own arrays, a cache line."""
 
 
+MARK = "minloader-"
+"""What the names of our files begin with."""
+
+
 class SharedFile:
     """A file that this process owns and that others can open by its path.
 
@@ -48,7 +52,7 @@ class SharedFile:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        self.mark = f"minloader-{secrets.token_hex(8)}"
+        self.mark = f"{MARK}{secrets.token_hex(8)}"
         self.fd = _create_nameless(self.mark)
         if self.fd < 0:
             self.fd, self.name = tempfile.mkstemp(prefix=self.mark)
@@ -288,6 +292,11 @@ class SharedMapping:
         owner: Any = self._type.from_address(self.address)
         owner.mapping = self
         return owner
+
+
+def is_ours(path: str) -> bool:
+    """Whether a file that is mapped is one of ours without a name, by its path in ``/proc``."""
+    return path.startswith(f"/memfd:{MARK}")
 
 
 def is_leased(array: NDArray[Any]) -> bool:

@@ -19,7 +19,7 @@ import mmap
 import os
 from typing import Any, NamedTuple
 
-from minloader._memory.files import LARGE
+from minloader._memory.files import LARGE, is_ours
 from minloader._memory.inherited import is_shared, must_be_inherited
 from minloader._memory.tensors import bytes_of
 
@@ -169,8 +169,7 @@ def reduce_shared(array: Any, mappings: Mappings, *, is_same_machine: bool) -> A
     mapping = mappings.at(address)
     if mapping is None or not mapping.is_shared or _is_device(mapping.path):
         return None
-    is_batch = mapping.path.startswith("/memfd:minloader-")
-    if is_batch or (is_tensor and owner.is_pinned()):
+    if is_ours(mapping.path) or (is_tensor and owner.is_pinned()):
         return None  # a batch is nobody else's, nor what a GPU reads
     if not mapping.is_writable and (
         not is_same_machine or array.nbytes < LARGE or not mapping.has_file

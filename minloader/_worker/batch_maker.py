@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from minloader._checks import (
     brief_repr,
-    check_apart,
+    check_can_transform,
     check_indices,
     check_samples,
     has_getitems,
@@ -173,7 +173,7 @@ class BatchMaker:
             indices = list(item) if hasattr(type(item), "__len__") else []
             samples = self._read_together(item, indices)
             if self.job.transform is not None:
-                samples = check_apart(samples)
+                samples = check_can_transform(samples)
                 if len(samples) != len(indices):
                     indices = []  # nobody knows of which index each is
             return self.combine(samples, indices)

@@ -97,16 +97,7 @@ class Concurrent:
                 f"dataset must have __getitem__, got {brief_repr(dataset)}; a stream can be read "
                 "ahead in threads of its own"
             )
-        self._is_async = inspect.iscoroutinefunction(type(dataset).__getitem__)
-        needed, other = "__enter__", "__aenter__"
-        if self._is_async:
-            needed, other = other, needed
-        if hasattr(dataset, other) and not hasattr(dataset, needed):
-            kind = "an async" if self._is_async else "a blocking"
-            raise TypeError(
-                f"dataset, {brief_repr(dataset)}, would not be entered: with {kind} __getitem__ it "
-                f"needs {needed} rather than {other}"
-            )
+        _check_is_entered(dataset)
         self.dataset = dataset
         self.limit = check_int("limit", limit, 1)
         self._lock = threading.Lock()  # several threads may make batches
@@ -153,7 +144,7 @@ class Concurrent:
 
     def _begin(self) -> Callable[[Futures, Reads], object]:
         """Begin the threads, or the event loop, of this process."""
-        if self._is_async:
+        if _is_async(self.dataset):
             # Outside of the batch's context, which holds the dataset that the loop is to end with.
             loop = Context().run(asyncio.new_event_loop)
             limit = asyncio.Semaphore(self.limit)
@@ -187,6 +178,27 @@ class Concurrent:
         except RuntimeError:  # the system has no more threads
             if number == 0:
                 raise
+
+
+def _is_async(dataset: Any) -> bool:
+    return inspect.iscoroutinefunction(type(dataset).__getitem__)
+
+
+def _check_is_entered(dataset: Any) -> None:
+    """Refuse a context manager of the other kind than its reads, which nobody would enter."""
+    if _is_async(dataset):
+        kind = "an async"
+        needed = "__aenter__"
+        other = "__enter__"
+    else:
+        kind = "a blocking"
+        needed = "__enter__"
+        other = "__aenter__"
+    if hasattr(dataset, other) and not hasattr(dataset, needed):
+        raise TypeError(
+            f"dataset, {brief_repr(dataset)}, would not be entered: with {kind} __getitem__ it "
+            f"needs {needed} rather than {other}"
+        )
 
 
 _datasets: weakref.WeakSet[Concurrent] = weakref.WeakSet()

@@ -305,8 +305,8 @@ class CurrentBatch:
         sample_rng: the sample's generator, once somebody has asked for it.
         generators: of the dataset's own, by name; None before they were looked for; empty if there
             are none to look at any more.
-        seeds_globals: of a stream, whether the global generators are seeded here; None: no stream
-            is read.
+        is_of_stream: whether a stream is read.
+        seeds_globals: of a stream, whether the global generators are seeded here.
     """
 
     ordinal: int | None = None
@@ -317,7 +317,8 @@ class CurrentBatch:
     stage: tuple[str, ...] = ()
     sample_rng: np.random.Generator | None = None
     generators: dict[str, Any] | None = None
-    seeds_globals: bool | None = None
+    is_of_stream: bool = False
+    seeds_globals: bool = False
 
     def begin(self, ordinal: int, key: tuple[int, ...]) -> None:
         """Begin with another batch."""

@@ -429,7 +429,9 @@ class Worker:
     def _read(self, task: TaskMessage, work: _Work, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
-        current_batch(self.info).seeds_globals = self._environment.seeds_globals
+        batch = current_batch(self.info)
+        batch.is_of_stream = True
+        batch.seeds_globals = self._environment.seeds_globals
         if not reader.next_ordinal and reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(), reader.restore)

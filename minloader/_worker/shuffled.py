@@ -169,7 +169,7 @@ class Shuffle:
         if info is None:
             return
         batch = current_batch(info)
-        if batch.seeds_globals is None or batch.key == DRAWN:
+        if not batch.is_of_stream or batch.key == DRAWN:
             return  # a batch is made, with its own numbers
         key = 2, info.id
         begin_batch(info, info.epoch, n, key=key)
@@ -200,10 +200,10 @@ class Shuffle:
 def _order_key(info: WorkerInfo) -> tuple[int, ...]:
     """Return what the order follows from: the shard, or the batch of a dataset of items."""
     batch = current_batch(info)
-    place: tuple[int, ...] = (info.id,)  # a stream may read in a thread of its own, at any time
-    if batch.seeds_globals is None and batch.ordinal is not None:
-        place = batch.ordinal, *batch.key
-    return info.seed, info.epoch, info.rank, *place
+    run_key = (info.seed, info.epoch, info.rank)
+    if batch.is_of_stream or batch.ordinal is None:
+        return *run_key, info.id  # a stream may read in a thread of its own, at any time
+    return *run_key, batch.ordinal, *batch.key
 
 
 class StatefulShuffle(Shuffle):
