@@ -117,7 +117,8 @@ class Programs(RuleBasedStateMachine):
                 if not self.program.states:
                     break
         finally:
-            self.program.end()
+            with self.noted("end") as program:
+                program.end()
 
     # --- what is possible
 
