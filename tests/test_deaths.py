@@ -1110,6 +1110,8 @@ def test_who_starts_while_another_dies_is_not_to_blame(monkeypatch, dies):
         nonlocal executor
         start(process)
         processes.append(process)
+        if dies == "at once" and len(processes) == 1:
+            os.kill(process.pid, signal.SIGSTOP)  # it does not come to its task
         if len(processes) == 2:
             (executor,) = inspect(loader).executors
             if dies == "at once":
