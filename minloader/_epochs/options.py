@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from minloader._epochs.failures import OnError
 from minloader._insight.counters import Counters
@@ -39,7 +40,7 @@ class Options:
     concurrency: int
     chunks: bool
 
-    @property
+    @cached_property  # it is asked for with each batch
     def counts_samples(self) -> bool:
         """Whether it is counted how many samples have come: ``max_errors`` is a share of them."""
         return isinstance(self.max_errors, float)
