@@ -214,10 +214,9 @@ at_fork(after_in_child=_begin_fork)
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:
     """Start a thread, in which the settings of libraries hold as they do here."""
-    context = copy_context()
-    context.run(current_info.set, None)  # it holds the dataset, with which the thread is to end
+    run = copy_context().run
     name = "minloader-read"
-    threading.Thread(target=context.run, args=(function, argument), name=name, daemon=True).start()
+    threading.Thread(target=run, args=(function, argument), name=name, daemon=True).start()
 
 
 class ReadAheadQueue:
