@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from conftest import (
     workers,
 )
 from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
-from kinds import Apart, Refusing
+from kinds import Apart, Raising, Refusing
 
 from minloader import (
     SKIP,
@@ -421,6 +422,34 @@ def refuses(state: Any, message: str, error: type[Exception] = ValueError, **opt
             loader.load_state_dict(state)
         given = [batch[0] for batch in itertools.islice(loader, 2)]
         assert given == list(itertools.islice(options["sampler"], 2))  # it is as it was
+
+
+def test_a_range_is_compared_where_a_task_has_many_of_it():
+    """Tasks have as many batches as fit, once it is known how long one takes."""
+    options: dict[str, Any] = {"num_workers": 1, "executor": "thread"}
+    with Loader(Echo(), range(3000), **options) as loader:
+        batches = iter(loader)
+        assert [next(batches) for _ in range(3)] == [0, 1, 2]
+        state = loader.state_dict()
+    assert state["check"][0] == 3
+    with Loader(Echo(), range(7, 3007), **options) as loader:
+        list(loader)
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="item 3 of the sampler is 10, but it was another"):
+            list(loader)
+
+
+def test_errors_of_a_sampler_that_are_not_in_a_row_are_passed_over():
+    sampler = Raising(2400, range(1, 2400, 2))
+    with Loader(Echo(), sampler, num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(2301):
+            with suppress(OSError):
+                next(batches)
+        state = loader.state_dict()
+    with Loader(Echo(), sampler, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        assert outcomes(iter(loader))[1] == 2302
 
 
 def test_states_that_do_not_fit():

@@ -259,21 +259,24 @@ class Feed:
             if here <= check.ordinal:
                 step = min(step, check.ordinal + 1 - here)
             block: list[Any] = []
+            has_failed = False
             try:
                 block.extend(map(next, itertools.repeat(iterator, step)))
             except Exception as error:
-                here += len(block)
-                failed += 1
+                has_failed = True
                 without_frames(error)
                 failure = error
-                if failed == MAX_PASSED_ERRORS:
-                    raise
-                continue
             here += len(block)
             if block:
                 item = block[-1]
                 failed = 0
                 self._may_begin_again = False
+            if has_failed:
+                failed += 1
+                if failed == MAX_PASSED_ERRORS:
+                    assert failure is not None
+                    raise failure
+                continue
             if len(block) == step:
                 if here - 1 == check.ordinal and self._is_other(item):
                     raise self._misfit(item)
@@ -419,8 +422,10 @@ class Feed:
         the sampler raises is in ``error`` then.
         """
         items = task.items
-        # A range need not be asked one by one: it gives numbers, and is never late.
-        step = most if type(self._iterator) is RANGE else 1
+        # A range need not be asked one by one, unless one of its numbers is to be compared: it is
+        # never late, and gives no lists, which must be held.
+        is_compared = self.check is not None and self.check.ordinal >= task.first
+        step = most if type(self._iterator) is RANGE and not is_compared else 1
         most += len(items)
         try:
             while len(items) < most and not self.is_ended:
