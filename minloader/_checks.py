@@ -485,10 +485,10 @@ def check_sampler_alone(batch_size: Any, shuffle: Any, last_batch: Any) -> None:
             )
 
 
-def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any) -> None:
-    """Refuse arguments that a stream cannot have."""
+def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any) -> int | None:
+    """Return ``batch_size``; refuse arguments that a stream cannot have."""
     if batch_size is not None:
-        check_int("batch_size", batch_size, 1)
+        batch_size = check_int("batch_size", batch_size, 1)
     elif collate_fn is not None:
         raise ValueError(
             "collate_fn needs batch_size where the dataset is a stream (an iterable); without, "
@@ -506,6 +506,7 @@ def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any
         )
     if batch_size is None and last_batch != "keep":
         raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
+    return batch_size  # type: ignore[no-any-return]
 
 
 def check_timeout(timeout: Any, executor: Any) -> float | None:

@@ -154,7 +154,7 @@ class Loader(Generic[B]):
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         num_workers = checks.check_num_workers(num_workers)
-        check_int("prefetch_factor", prefetch_factor, 1)
+        prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
         self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         seed = check_int("seed", seed, 0)
@@ -175,7 +175,7 @@ class Loader(Generic[B]):
         self.dataset = dataset
         shards: int | None = None
         if checks.is_stream(dataset, sampler):
-            checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
+            batch_size = checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
             shards = max(1, num_workers)
             made: Iterable[Any] = ()
         else:
@@ -390,9 +390,8 @@ class Loader(Generic[B]):
         """
         if n is not None and until is not None:
             raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
-        for name, value in ("n", n), ("until", until):
-            if value is not None:
-                check_int(name, value, 0)
+        n = None if n is None else check_int("n", n, 0)
+        until = None if until is None else check_int("until", until, 0)
         course = Course(self._epochs, n, until)
         is_endless = n is None and until is None
         return Batches(

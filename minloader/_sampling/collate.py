@@ -103,7 +103,7 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
 
     def __post_init__(self) -> None:
         _refuse_samples("pad_collate", self.value)
-        check_int("multiple_of", self.multiple_of, 1)
+        object.__setattr__(self, "multiple_of", check_int("multiple_of", self.multiple_of, 1))
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         return _join(samples, self._pad)
@@ -153,9 +153,9 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
     def __post_init__(self) -> None:
         _refuse_samples("pack_collate", self.capacity)
         if self.capacity is not None:
-            check_int("capacity", self.capacity, 1)
+            object.__setattr__(self, "capacity", check_int("capacity", self.capacity, 1))
         if self.rows is not None:
-            check_int("rows", self.rows, 1)
+            object.__setattr__(self, "rows", check_int("rows", self.rows, 1))
             if self.capacity is None:
                 raise ValueError(f"rows={self.rows} needs a capacity; give one, or drop rows")
 

@@ -69,7 +69,7 @@ class DynamicBatchSampler(WindowSampler):
         cost: returns the cost of a sample, a non-negative number, for its length, where the cost
             is not the length: ``cost=lambda n: n * n``. The budget is then one of costs, and with
             ``max_padded`` it limits ``len(batch)`` times the highest cost. Called once for each
-            length that occurs.
+            length that occurs; with lengths that are read as they are needed, once in a window.
         sampler: iterable of items, which batches then consist of, in place of the indices of
             ``lengths``. With ranks, it must give the same items in each of them.
         long: what to do with a sample that exceeds the budget alone: "refuse" it, or "drop" it,
