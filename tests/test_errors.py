@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from conftest import alive, eventually, in_a_fork, is_broken, making, outcomes, workers
-from helpers import Squares, TwoArguments
+from helpers import Numbers, Squares, TwoArguments
 from trouble import (
     FailsToLoad,
     Frozen,
@@ -30,8 +31,17 @@ from trouble import (
     unpicklable,
 )
 
-from minloader import BatchError, Loader, TransportError, WorkerDied, concurrent
+from minloader import (
+    BatchError,
+    Loader,
+    TransportError,
+    WorkerDied,
+    concurrent,
+    pack_collate,
+    pad_collate,
+)
 from minloader._checks import format_bytes, format_seconds
+from minloader._diagnosis.inspect import inspect
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -276,6 +286,42 @@ def test_numpy_numbers_are_numbers(timeout):
     options = {"batch_size": np.int64(2), "num_workers": np.int32(0), "seed": np.uint8(3)}
     loader = Loader(Squares(5), timeout=timeout, **options)
     assert [batch.tolist() for batch in loader] == [[0, 1], [4, 9], [16]]
+
+
+def test_numpy_integers_are_taken_for_integers():
+    """Of a few bits, they would overflow."""
+    with Loader(range(4), num_workers=0) as loader:
+        assert list(loader.epochs(np.uint64(0))) == []
+        assert list(loader.epochs(until=np.uint64(0))) == []
+    options: dict[str, Any] = {"num_workers": 2, "prefetch_factor": np.int8(100)}
+    with Loader(range(4), executor="thread", **options) as loader:
+        assert inspect(loader).group.max_in_flight == 200
+    with Loader(Numbers(8), batch_size=np.int64(4), num_workers=0) as loader:
+        json.dumps(loader.state_dict())
+    assert pad_collate(multiple_of=np.uint8(8))([np.ones(300)]).values.shape == (1, 304)
+    rows = pack_collate(np.int16(20_000), rows=np.int8(3))  # type: ignore[arg-type]
+    assert rows([np.ones(15_000)] * 3).values.shape == (3, 20_000)
+
+
+def test_many_epochs_without_a_batch():
+    for num_workers in (0, 1):
+        with Loader(range(5), [], num_workers=num_workers, executor="thread") as loader:
+            assert list(loader.epochs(1500)) == []
+
+
+def test_an_error_of_a_loader_that_the_dataset_reads_is_named_by_its_own_batch():
+    class Reading:
+        def __getitem__(self, number: int) -> Any:
+            raise BatchError("the inner one", ordinal=5, epoch=3)
+
+    reports: list[BatchError] = []
+    with Loader(Reading(), [7], num_workers=0, on_error=reports.append) as loader:
+        list(loader)
+    (report,) = reports
+    assert "batch 0 of epoch 0, item 7" in str(report)
+    assert (report.ordinal, report.epoch, report.item) == (0, 0, 7)
+    cause: Any = report.__cause__
+    assert (cause.ordinal, cause.epoch, cause.item) == (5, 3, None)
 
 
 def test_errors_survive_pickling():

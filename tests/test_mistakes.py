@@ -769,6 +769,18 @@ def test_shards_that_are_the_same_are_told_once(caplog, stream, num_workers, mes
     assert [message.startswith(text) for message in caplog.messages] == [True] * messages
 
 
+def test_what_on_error_gives_is_not_what_a_shard_begins_with(caplog):
+    def fails_at_first(number: int) -> int:
+        if number < 2:
+            raise ValueError(number)
+        return number
+
+    options: Any = {"num_workers": 2, "executor": "thread", "on_error": lambda error: -1}
+    with Loader(Files(), transform=fails_at_first, **options) as loader:
+        assert list(loader).count(-1) == 2
+    assert not any("the same batch" in message for message in caplog.messages)
+
+
 def test_shards_that_are_the_same_are_told_before_a_resume_alone(caplog):
     options: Any = {"num_workers": 2, "executor": "thread"}
     with Loader(Numbers(9), **options) as loader:

@@ -529,6 +529,50 @@ def test_a_share_survives_a_resume():
         assert [n for n, _ in told(loader)] == [-1]  # 3 of 12
 
 
+def test_a_share_of_what_a_state_leaves():
+    """Where it was taken without a share, it does not say of how many samples some failed."""
+    options: dict[str, Any] = {"collate_fn": list, "on_sample_error": "skip", "num_workers": 0}
+    deeds = dict.fromkeys(range(3), fail)
+    with Loader(Troubled(deeds), pairs(6), **options) as loader:
+        batches = iter(loader)
+        assert [next(batches), next(batches)] == [[3], [4, 5]]
+        state = loader.state_dict()
+    with Loader(Troubled(deeds), pairs(6), max_errors=0.2, **options) as loader:
+        loader.load_state_dict(state)
+        assert lists(loader) == [[6, 7], [8, 9], [10, 11]]
+
+
+def test_a_failed_batch_counts_once_after_a_resume():
+    """No sample of it is known: it is recognized by its number."""
+    options: dict[str, Any] = {"num_workers": 0, "max_errors": 1, "on_error": lambda error: -1}
+    options["collate_fn"] = second_fails
+    with Loader(range(6), pairs(3), **options) as loader:
+        batches = prefetch(loader, lambda batch: batch, depth=2)
+        assert next(batches) == [0, 1]
+        state = loader.state_dict()  # the second has failed, and is not the consumer's
+        batches.close()
+    assert state["errors"][0]["failed"] == 1
+    with Loader(range(6), pairs(3), **options) as loader:
+        loader.load_state_dict(state)
+        assert list(loader) == [-1, [4, 5]]
+
+
+def second_fails(samples: list[int]) -> list[int]:
+    if samples[0] == 2:
+        raise ValueError("the second fails")
+    return samples
+
+
+def test_an_item_that_cannot_be_looked_into():
+    class Item:
+        def __iter__(self) -> Any:
+            raise RuntimeError("no")
+
+    options: dict[str, Any] = {"num_workers": 0, "collate_fn": list, "on_error": "skip"}
+    with Loader(range(3), [[0], Item(), [2]], max_errors=0.9, **options) as loader:
+        assert lists(loader) == [[0], [2]]
+
+
 def test_each_bad_sample_of_a_stream_counts():
     """They have no index, by which to tell them apart."""
     options: dict[str, Any] = {"batch_size": 5, "on_sample_error": "skip", "num_workers": 0}

@@ -338,6 +338,9 @@ class Epochs:
             for n, feed in enumerate(feeds)
         ]
         tally = NOTHING_CAME if resume is None else resume.tally
+        if shared.options.counts_samples and not tally.batches:
+            # The state does not say how many had come: the share is one of what is left.
+            tally = NOTHING_CAME
         losses = Losses(tally.failed)
         if tally.failed and resume is not None:
             # A state has those that were before it; here there may be others since.

@@ -109,7 +109,8 @@ def handle(
         BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
     advice = ADVICE.get(type(error).__name__, "")
     advice = advice and f" ({advice})"
-    if isinstance(error, BatchError):  # our own, which does not know yet which batch it is of
+    # Our own, which does not know yet which batch it is of: a loader's that the dataset reads does.
+    if isinstance(error, BatchError) and error.ordinal < 0:
         vars(error).update(attributes)
         report: BatchError = error
     else:
@@ -147,7 +148,7 @@ def indices_of(item: Any, job: Job) -> list[Any]:
         return []
     try:
         indices = list(item)
-    except TypeError:
+    except Exception:  # no iterable, or one of the user's that raises: the error is its batch's
         return []
     if job.is_nested(item):
         return [index for each in item for index in each]
@@ -159,7 +160,8 @@ def indices_of(item: Any, job: Job) -> list[Any]:
 
 @dataclass(eq=False, repr=False)
 class Losses:
-    """What has failed in an epoch. The same sample counts once, and the same batch.
+    """What has failed in an epoch. The same sample counts once, and the same batch, unless very
+    many others have failed since.
 
     Attributes:
         count: how many samples have failed, and batches of which it is not known by which sample.
@@ -175,7 +177,7 @@ class Losses:
         Args:
             batch: number of the batch in the epoch.
             sample: index of the sample; None if it is not known.
-            number: of the sample among those of the batch that failed; -1: the batch failed.
+            number: of the error among those of the batch.
         """
         key = self._key(batch, sample, number)
         if key in self.last_keys:

@@ -367,16 +367,16 @@ class Batches(Iterator[B], Generic[B]):
             claim.ordinal = ordinal
             n = ordinal - task.first
             claim.outcome = task.unpack(n)
-            has_failed = False
+            samples: list[tuple[Any, str]] = []
             reply = task.reply
             if reply is not None and reply.failed:
                 samples = [(sample, text) for batch, sample, text in reply.failed if batch == n]
-                has_failed = bool(samples)
                 for number, (sample, text) in enumerate(samples):
                     claim.error = self._count_failure(epoch, claim, sample, text, number)
+            has_failed = bool(samples)
             if type(claim.outcome) is Failure:
                 has_failed = True
-                self._handle(epoch, claim)
+                self._handle(epoch, claim, len(samples))
             if claim.error is not None:
                 claim.outcome = None
                 return
@@ -392,14 +392,20 @@ class Batches(Iterator[B], Generic[B]):
                 epoch.left_out += has_failed
                 continue
             epoch.has_given = True
-            if self._shard_watch is not None:
+            if self._shard_watch is not None and not has_failed:
                 self._shard_watch.compare(lane, claim.outcome)
             if self.is_of_several:
                 claim.outcome = (epoch.number, claim.outcome)
             return
 
-    def _handle(self, epoch: Epoch, claim: Claim) -> None:
-        """Do with a failed batch what ``on_error`` says: it says what takes its place."""
+    def _handle(self, epoch: Epoch, claim: Claim, number: int) -> None:
+        """Do with a failed batch what ``on_error`` says: it says what takes its place.
+
+        Args:
+            epoch: that it is of.
+            claim: the batch.
+            number: how many samples of it are known to have failed before.
+        """
         shared = self.shared
         failure = claim.outcome
         task = claim.task
@@ -413,7 +419,8 @@ class Batches(Iterator[B], Generic[B]):
         labels = {"batch": ordinal, "epoch": epoch.number, "error": failure.summary}
         shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
         if not failure.fatal:
-            claim.error = self._count_failure(epoch, claim, failure.sample, failure.summary)
+            sample = failure.sample
+            claim.error = self._count_failure(epoch, claim, sample, failure.summary, number)
             if claim.error is not None:
                 return
         try:
@@ -432,7 +439,7 @@ class Batches(Iterator[B], Generic[B]):
             claim.error = claim.outcome.error
 
     def _count_failure(
-        self, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int = -1
+        self, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int
     ) -> BatchError | None:
         """Count what has failed; return an error if that is too many.
 
@@ -441,7 +448,7 @@ class Batches(Iterator[B], Generic[B]):
             claim: the batch.
             sample: its index, in a tuple, maybe packed; or that is empty.
             text: the error.
-            number: of the sample among those of the batch that failed; -1: the batch failed.
+            number: of the error among those of the batch.
         """
         lane = claim.lane
         task = claim.task
@@ -605,21 +612,27 @@ class Batches(Iterator[B], Generic[B]):
 
     def _send_one(self) -> bool:
         """Send a task: of the first epoch that has one. Return whether there was any."""
-        for epoch in list(self.epochs):
-            lanes = epoch.lanes
-            if len(lanes) > 1:  # in the order in which they are taken from, if there is one
-                key = attrgetter("in_flight", "taken")
-                if self.shared.options.in_order:
-                    key = attrgetter("next_unsent")
-                lanes = sorted(lanes, key=key)
-            for lane in lanes:
-                if lane.send_more():
-                    return True
-        last = self.epochs[-1]
-        if not last.is_drawn or (self._is_endless and last.drew_nothing):
-            return False  # there could be endlessly many without an item: the consumer first
-        following = self._begin_next(self, last)
-        return following is not None and self._send_one()
+        if any(map(self._send_one_of, list(self.epochs))):
+            return True
+        while True:
+            last = self.epochs[-1]
+            if not last.is_drawn or (self._is_endless and last.drew_nothing):
+                return False  # there could be endlessly many without an item: the consumer first
+            following = self._begin_next(self, last)
+            if following is None:
+                return False
+            if self._send_one_of(following):
+                return True
+
+    def _send_one_of(self, epoch: Epoch) -> bool:
+        """Send a task of an epoch. Return whether there was any."""
+        lanes = epoch.lanes
+        if len(lanes) > 1:  # in the order in which they are taken from, if there is one
+            key = attrgetter("in_flight", "taken")
+            if self.shared.options.in_order:
+                key = attrgetter("next_unsent")
+            lanes = sorted(lanes, key=key)
+        return any(lane.send_more() for lane in lanes)
 
     # --- epochs
 
