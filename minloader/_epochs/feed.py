@@ -259,23 +259,22 @@ class Feed:
             if here <= check.ordinal:
                 step = min(step, check.ordinal + 1 - here)
             block: list[Any] = []
-            has_failed = False
+            raised: Exception | None = None
             try:
                 block.extend(map(next, itertools.repeat(iterator, step)))
             except Exception as error:
-                has_failed = True
                 without_frames(error)
-                failure = error
+                raised = error
             here += len(block)
             if block:
                 item = block[-1]
                 failed = 0
                 self._may_begin_again = False
-            if has_failed:
+            if raised is not None:
+                failure = raised
                 failed += 1
                 if failed == MAX_PASSED_ERRORS:
-                    assert failure is not None
-                    raise failure
+                    raise raised
                 continue
             if len(block) == step:
                 if here - 1 == check.ordinal and self._is_other(item):
