@@ -820,6 +820,7 @@ def test_a_hang_is_found_and_shown(way):
     assert error.stack.startswith("Current thread")  # that which makes the batch
     assert re.search(r'test_deaths.py", line \d+ in __getitem__\n', error.stack)
     assert "batch_maker.py" not in error.stack  # frames of ours are left out
+    assert "in _serve\n" not in error.stack  # so are readers without work
 
 
 def test_a_hang_out_of_order_and_what_its_worker_started_is_killed(tmp_path):

@@ -44,7 +44,7 @@ from minloader import (
 )
 from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import Lane
-from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
+from minloader._epochs.position import NO_SOURCE_STATE, LanePosition, SourceState
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Shipment, Task
 from minloader._memory.pickling import pack
@@ -545,19 +545,21 @@ def tell_of_end(order: tuple[int, ...], place: int) -> bool:
     feed.next_ordinal = 2
     lane = SimpleNamespace(tasks=deque(tasks))
     lane.drop_behind = functools.partial(Lane.drop_behind, lane)
+    read = NOTHING_READ._replace(state="at its end")
     for task in tasks:
         task.shipment = Shipment(task, SimpleQueue(), None)
 
     def receive(task: Task) -> None:
         if task.shipment is not None:  # it was not forgotten
-            feed.receive(task, Reply(0, 0, False, [], shard=NOTHING_READ), lane)
+            feed.receive(task, Reply(0, 0, False, [], shard=read), lane)
 
     reached = False
     for n in order:
         if not reached:
             reached = interrupted(functools.partial(receive, tasks[n]), place).reached
         receive(tasks[n])  # as after Ctrl-C
-    assert (feed.is_ended, feed.next_ordinal, feed.source_state.at) == (True, 0, 0)
+    assert (feed.is_ended, feed.next_ordinal) == (True, 0)
+    assert feed.source_state == SourceState(0, "at its end")
     return reached
 
 

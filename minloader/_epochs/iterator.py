@@ -143,7 +143,6 @@ class Batches(Iterator[B], Generic[B]):
             stage = self.claims.stage
             if stage is not None:
                 stage.close()
-                self.claims.stage = None  # which the epoch would keep
             for epoch in epochs:
                 epoch.leave()
 
