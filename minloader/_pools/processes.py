@@ -418,10 +418,7 @@ class _Executor(Executor):
             if not is_late or worker.has_ended():  # by itself
                 continue
             stack = self._stack(worker)
-            now = self.heartbeats.last(n)
-            # Maybe it is at another sample of the item.
-            is_same = now._replace(sample_number=heartbeat.sample_number) == heartbeat
-            if is_same and self._is_late(worker, now, timeout):
+            if self._is_late(worker, self.heartbeats.last(n), timeout):  # it has not gone on
                 starts = heartbeat.task == 0
                 fault = f"its start took too long, here:\n{stack}" if starts else TOO_LONG
                 self._kill_for(worker, fault, stack)
