@@ -42,6 +42,7 @@ from minloader import (
     BatchSampler,
     DynamicBatchSampler,
     Loader,
+    MixtureSampler,
 )
 from minloader._checks import differences
 from minloader._epochs.feed import STATE_COST, Feed
@@ -543,6 +544,8 @@ class Restarting:
 REFUSED: dict[str, Any] = {  # what a loader is made with, and another whose states it refuses
     "any seed": lambda n: {"batch_size": n, "shuffle": True, "seed": None},
     "ours": lambda n: {"sampler": BatchSampler(12, n, shuffle=True)},
+    "a mixture": lambda n: {"sampler": MixtureSampler([12, 12], [1, n], 2, stop="last")},
+    "ours in ours": lambda n: {"sampler": BatchSampler(BatchSampler(36, n), 2)},
     "theirs": lambda n: {"sampler": Restarting(12) if n == 2 else Stateful(range(12))},
     "theirs in ours": lambda n: {"sampler": BatchSampler(Restarting(12), n)},
 }

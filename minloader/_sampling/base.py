@@ -261,10 +261,7 @@ class Sampler(Resettable):
                     "batches": until,
                     "world_size_history": [*history, [*former.values(), until]],
                 }
-        try:
-            self._restore(epoch, start)
-        except (LookupError, AttributeError) as error:
-            raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
+        self._restore(epoch, start["source"])
         self.epoch = epoch
         self._run = None
         self._begins_at = (epoch, start)
@@ -289,9 +286,13 @@ class Sampler(Resettable):
         """Return what reads items from a position in the source on."""
         return Reading(self._source, epoch, position)
 
-    def _restore(self, epoch: int, run_state: RunState) -> None:
-        """Put inner samplers where a state that was loaded has them, or raise an error."""
-        self._source.restore(run_state["source"], epoch)
+    def _check_source(self, epoch: int, position: Any) -> None:
+        """Refuse a position in the source, from a state of an epoch."""
+        self._source.check(position)
+
+    def _restore(self, epoch: int, position: Any) -> None:
+        """Put inner samplers where a position that was checked has them."""
+        self._source.restore(position, epoch)
 
     def _history(self, run_state: RunState) -> list[list[Any]]:
         """Return the ``world_size_history``, with this world size at its end."""
@@ -353,6 +354,10 @@ class Sampler(Resettable):
             raise TypeError(f"state must be a dict from state_dict(), got {brief_repr(state)}")
         self._check_identity(state, allowed)
         self._check_run_state(state)
+        try:
+            self._check_source(state["epoch"], state["source"])
+        except (LookupError, AttributeError) as error:
+            raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
         is_anew = self._is_dealt_anew(state)
         former = {name: state[name] for name in self._dealt_by} if is_anew else {}
         self._check_limits(former.values())

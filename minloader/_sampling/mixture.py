@@ -375,22 +375,25 @@ class MixtureSampler(StepSampler):
         weighted = zip(self._parts, self.weights, position["parts"], strict=True)
         return sum(max(0, len(part) - at[0]) for part, weight, (_, at) in weighted if weight)
 
-    def _restore(self, epoch: int, run_state: RunState) -> None:
-        draws = run_state["source"]
-        parts = draws.get("parts") if isinstance(draws, dict) else None
+    def _check_source(self, epoch: int, position: Any) -> None:
+        parts = position.get("parts") if isinstance(position, dict) else None
         if (
             not isinstance(parts, list | tuple)
             or len(parts) != len(self._parts)
             or any(not isinstance(part, list | tuple) or len(part) != 2 for part in parts)
         ):
-            raise ValueError(f"source must be draws from all parts, got {brief_repr(draws)}")
-        step = draws["step"]
-        weights = draws["weights"]
+            raise ValueError(f"source must be draws from all parts, got {brief_repr(position)}")
+        step = position["step"]
+        weights = position["weights"]
         now = self._weights_at(epoch, step) if weights else weights
         if now != weights:
             raise ValueError(
                 f"weights of step {step} are {now}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (number, at) in zip(self._parts, parts, strict=True):
+        for part, (_, at) in zip(self._parts, parts, strict=True):
+            part.check(at)
+
+    def _restore(self, epoch: int, position: dict[str, Any]) -> None:
+        for part, (number, at) in zip(self._parts, position["parts"], strict=True):
             part.restore(at, epoch + number * PASS)

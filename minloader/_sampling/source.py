@@ -60,6 +60,10 @@ class Resettable:
     _run: Any = None
     _begins_at: Any = None
 
+    def _check(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
+        """Refuse what is no state of such a sampler."""
+        raise NotImplementedError
+
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
         raise NotImplementedError
@@ -348,12 +352,8 @@ class ItemSource(Source):
         state = self.state_before()  # nobody can tell it the epoch; and ours may read such a one
         return BEGINNING if state is None else [0, state, True]
 
-    def restore(self, position: ReadPosition, epoch: int) -> None:
-        """Check a position that was loaded; put a sampler of ours there, which says what differs.
-
-        Args:
-            position: where it was read.
-            epoch: that it is read for.
+    def check(self, position: ReadPosition) -> None:
+        """Refuse a position that was loaded and does not fit; a sampler of ours says what differs.
 
         Raises:
             ValueError: it cannot be put there.
@@ -366,12 +366,23 @@ class ItemSource(Source):
         check_int(f"items read of {self.name}", read, 0)
         if state is None:
             return
-        if not is_stateful(self.items):
+        if isinstance(self.items, Resettable):
+            self.items._check(state, ())
+        elif not is_stateful(self.items):
             raise ValueError(
                 f"the state holds one of {self.name}, but {brief_repr(self.items)} has no "
                 "load_state_dict; make the sampler over one of the same kind"
             )
-        if self.is_ours:
+
+    def restore(self, position: ReadPosition, epoch: int) -> None:
+        """Put a sampler of ours at a position that was checked.
+
+        Args:
+            position: where it was read.
+            epoch: that it is read for.
+        """
+        read, state, _ = position
+        if self.is_ours and state is not None:
             self.put(state)
             if not read:  # the state may be of the epoch before, and its length another
                 self.set_epoch(epoch)
