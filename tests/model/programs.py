@@ -86,6 +86,17 @@ HANG = 60.0
 """Seconds after which a step hangs: a thousand times what it takes."""
 
 
+def samplers_in(state: Any) -> Iterator[dict[str, Any]]:
+    """The states of samplers of ours within a state; a sampler before those that it reads."""
+    if isinstance(state, dict):
+        if {"sampler", "seed", "world_size"} <= state.keys():
+            yield state
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for part in state:
+            yield from samplers_in(part)
+
+
 # --- kinds of samplers and streams ---------------------------------------------------------------
 
 
@@ -800,11 +811,9 @@ class Program:
 
     def refuse(self, which: int) -> None:
         """A state that does not fit is refused, and all goes on as if it had not been there."""
-        with self.step(f"load state {which}, of another seed and epoch"):
+        with self.step(f"load state {which}, of another seed of the innermost sampler, and epoch"):
             state = copy.deepcopy(self.states[which][0])
-            known = (state.get("sampler") or [None])[0]
-            sampler = known and known["state"]
-            other = sampler if isinstance(sampler, dict) and "seed" in sampler else state
+            *_, other = [state, *samplers_in(state)]
             state["epoch"] += 1
             other["seed"] += 1
             with pytest.raises(ValueError, match="seed"):
