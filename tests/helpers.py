@@ -13,6 +13,7 @@ import re
 import signal
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -571,6 +572,40 @@ class Numbers:
 
     def __iter__(self):
         yield from map(self.on_sample, self.numbers())
+
+
+class Reshuffling:
+    """A sampler with a new order in each pass, from a generator of its own, which its state has."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.random = random.Random(5)
+        self.began = self.random.getstate()
+        self.position = 0
+        self.loaded: Any = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.position = 0
+        if self.loaded is not None:
+            (version, numbers, gauss), self.position = self.loaded
+            self.random.setstate((version, tuple(numbers), gauss))
+            self.loaded = None
+        self.began = self.random.getstate()
+        order = self.random.sample(range(self.size), self.size)
+        while self.position < self.size:
+            self.position += 1
+            yield order[self.position - 1]
+        self.began = self.random.getstate()
+        self.position = 0
+
+    def state_dict(self) -> Any:
+        return {"place": self.loaded or (self.began, self.position)}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state["place"]
 
 
 class StatefulNumbers(Numbers):

@@ -33,7 +33,7 @@ from conftest import (
     variants,
     workers,
 )
-from helpers import Echo, Guarded, Noise, SelfIterating, Stateful
+from helpers import Echo, Guarded, Noise, Reshuffling, SelfIterating, Stateful
 from kinds import Apart, Raising, Refusing
 
 from minloader import (
@@ -514,6 +514,22 @@ def test_another_order_of_numpy_s_numbers_is_noticed(executor):
             loader.load_state_dict(state)
             with pytest.raises(ValueError, match="but it was another one when the state was taken"):
                 list(loader)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_epoch_after_one_that_was_left_goes_on_from_its_first_batch(way):
+    """How it began, no state says: the sampler was in the middle of the one before."""
+    for taken in (1, 2, 3):
+        with Loader(Echo(), Reshuffling(9), **WAYS[way]) as loader:
+            next(iter(loader))
+            batches = iter(loader)
+            given = list(itertools.islice(batches, taken))
+            state = plain(loader.state_dict())
+            rest = list(batches)
+        assert sorted(given + rest) == list(range(9))
+        with Loader(Echo(), Reshuffling(9), num_workers=0) as loader:
+            loader.load_state_dict(state)
+            assert list(loader) == rest
 
 
 class Restarting:

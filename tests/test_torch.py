@@ -39,7 +39,7 @@ from conftest import (
     require,
     variants,
 )
-from helpers import SHARED, Gate
+from helpers import SHARED, Gate, Reshuffling
 from interrupts import interrupted
 from kinds import IDIOMS, BeginsAnew, Counted, Numbered, ServesOnce
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
@@ -682,6 +682,47 @@ def test_the_epoch_that_a_shuffled_stream_is_told_counts(at):
     batches, states = zip(*run(DataLoader(shuffled(Numbered(), 4), 2)), strict=True)
     rest = run(DataLoader(shuffled(Numbered(), 4), 2), states[at])
     assert [batch for batch, _ in rest] == [*batches[at + 1 :]]
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_workers_that_stay_read_a_stream_for_the_epoch_that_was_set(stateful):
+    """With torch they have it as it was when they started. Resumed runs go on alike."""
+
+    def make() -> DataLoader[Any]:
+        options = {"num_workers": 1, "persistent_workers": True}
+        return DataLoader(DrawingStream(4, stateful), 2, collate_fn=list, **options)
+
+    def run(loader: DataLoader[Any], taken: int) -> Iterator[tuple[list[int], Any]]:
+        for epoch in range(taken // 2, 3):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                yield [number for number, _ in batch], plain(loader.state_dict())
+
+    with make() as loader:
+        batches, states = zip(*run(loader, 0), strict=True)
+        assert batches[2:] == ([1000, 1001], [1002, 1003], [2000, 2001], [2002, 2003])
+        for taken in (1, 2, 3, 4):
+            with make() as other:
+                for each in other, loader:
+                    each.load_state_dict(states[taken - 1])
+                    assert [batch for batch, _ in run(each, taken)] == [*batches[taken:]], taken
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_after_one_that_was_left_goes_on_from_its_first_batch(num_workers):
+    def make() -> DataLoader[Any]:
+        sampler: Any = Reshuffling(9)
+        return DataLoader(range(9), None, sampler=sampler, num_workers=num_workers)
+
+    for taken in (1, 2):
+        with make() as loader, make() as other:
+            next(iter(loader))
+            batches = iter(loader)
+            given = list(islice(batches, taken))
+            other.load_state_dict(plain(loader.state_dict()))
+            rest = list(batches)
+            assert sorted(given + rest) == list(range(9))
+            assert list(other) == rest
 
 
 @pytest.mark.parametrize("init", [None, torch_helpers.keep_seed])

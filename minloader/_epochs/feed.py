@@ -460,6 +460,10 @@ class Feed:
         self.next_ordinal = stop
         self.last = last
         self.drawing = None
+        # Where the epoch before was left, no state could say how this one begins.
+        has_none = not task.first and self.source_state.state is None and not self.source.is_ours
+        if has_none and self.note_state() is not None:
+            self._state_due = 0.0  # an error counts only if there is another item
 
     def fail(self, error: Exception) -> None:
         """Have an error of the sampler raised in the place of the next item."""

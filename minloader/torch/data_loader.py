@@ -204,7 +204,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             global one.
         prefetch_factor: number of batches under way for each worker. None: 2.
         persistent_workers: whether workers stay between epochs, with the dataset as it was when
-            they were started. False: each epoch's workers get it as it is when the epoch begins.
+            they were started. False: each epoch's workers get it as it is when the epoch begins. So
+            do those of a stream of which ``set_epoch`` was called since.
         pin_memory_device: type of the accelerator in use, or "".
         in_order: False: batches come as they get ready.
         transform: minloader's own, as are those that follow: called in the worker with each sample.
@@ -474,6 +475,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._sync_order()
         former = self._loader
         settings = [getattr(self, name) for name in _SETTINGS]
+        keeps_stream = self.persistent_workers and isinstance(self.dataset, IterableDataset)
+        if keeps_stream:
+            settings.append(self._told)  # nobody tells the workers' copies of another epoch
         if former is not None and settings == self._made_with:
             if self.persistent_workers or not self.num_workers:
                 return former
@@ -492,6 +496,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             made.load_state_dict(former.state_dict())
         elif former is not None:
             made.set_epoch(former.epoch)
+        if former is not None and keeps_stream:
+            made.dataset.user_epoch.number = self._told  # what a state holds may be of another
         if former is not None:
             made.count_on(former, self.trace)
         # Without a call in between, and so without Ctrl-C.

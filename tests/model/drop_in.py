@@ -175,8 +175,6 @@ class DropIn:
 
     def __post_init__(self) -> None:
         self.steps.append(f"{self.kind}, n={self.n}, {self.num_workers}, {self.persistent}")
-        if self.is_stream:
-            self.persistent = False  # nobody tells the workers' copies the epoch, as with torch
         self.shards = max(1, self.num_workers)
         self.place = Place()
         self.draws: dict[Any, Any] = {}
