@@ -671,7 +671,8 @@ def check_indices(item: Any) -> list[Any]:
         pass
     raise TypeError(
         f"the sampler yielded {brief_repr(item)}, but with collate_fn each item must be a list of "
-        "indices; use a batch sampler or batch_size, or drop collate_fn"
+        "indices; use a batch sampler or batch_size, or drop collate_fn (a torch DataLoader takes "
+        "one index at a time as sampler, with batch_size=None)"
     )
 
 

@@ -913,6 +913,12 @@ def begin(dataset: Any = None, **options: Any) -> None:
         next(iter(loader))
 
 
+def begin_with(name: str, value: Any) -> None:
+    with DataLoader(Numbers()) as loader:
+        setattr(loader, name, value)
+        next(iter(loader))
+
+
 class Holds(Numbers):
     def __init__(self, shared: Any) -> None:
         super().__init__()
@@ -946,6 +952,16 @@ MESSAGES: list[tuple[Callable[[], Any], Any, str | None]] = [
         r"prefetch_factor must be an int, got 1\.5",
     ),
     (partial(begin, timeout=1), ValueError, "timeout=1 is for workers"),
+    (partial(of_numbers, timeout=-1), ValueError, "timeout must be at least 0 seconds, got -1"),
+    *(
+        (partial(begin_with, name, value), TypeError, f"{name} must be .*, got 'x'")
+        for name, value in {"timeout": "x", "generator": "x"}.items()
+    ),
+    (
+        partial(begin, batch_sampler=[1, 2]),
+        TypeError,
+        "yielded 1, but .* takes one index at a time as sampler",
+    ),
     (
         lambda: DataLoader(IterableWrapper([1])),
         NotImplementedError,

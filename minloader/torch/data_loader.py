@@ -274,17 +274,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         num_workers = checks.check_num_workers(num_workers)
         if prefetch_factor is not None:
             prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
-        if isinstance(timeout, bool) or not isinstance(timeout, Real):
-            raise TypeError(f"timeout must be a number of seconds, got {brief_repr(timeout)}")
-        if not isinstance(generator, torch.Generator | None):
-            raise TypeError(
-                f"generator must be a torch.Generator or None, got {brief_repr(generator)}"
-            )
-        functions = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn}
-        for name, value in (functions | {"transform": transform}).items():
-            checks.check_callable(name, value)
-        for name, value in {"sampler": sampler, "batch_sampler": batch_sampler}.items():
-            checks.check_iterable(name, value)
+        _check_timeout(timeout)
+        _check_generator(generator)
+        checks.check_callable("collate_fn", collate_fn)
+        checks.check_callable("worker_init_fn", worker_init_fn)
+        checks.check_callable("transform", transform)
+        checks.check_iterable("sampler", sampler)
+        checks.check_iterable("batch_sampler", batch_sampler)
         checks.check_on_error("on_error", on_error)
         checks.check_on_error("on_sample_error", on_sample_error)
         checks.check_shared_memory(shared_memory)
@@ -378,6 +374,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     def _begin_alone(self, batches: Batches[T]) -> Epoch:
         self._check_open()
+        _check_timeout(self.timeout)  # as all attributes, these may have been set
+        _check_generator(self.generator)
         self._leave_behind()
         order = self._sync_order()
         start = self._start_of(self._number)
@@ -737,6 +735,18 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.owner._index_sampler)
+
+
+def _check_timeout(timeout: Any) -> None:
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise TypeError(f"timeout must be a number of seconds, got {brief_repr(timeout)}")
+    if timeout < 0:
+        raise ValueError(f"timeout must be at least 0 seconds, got {timeout}; 0 for no limit")
+
+
+def _check_generator(generator: Any) -> None:
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"generator must be a torch.Generator or None, got {brief_repr(generator)}")
 
 
 def _is_iterable_alone(dataset: Any) -> bool:
