@@ -9,11 +9,13 @@ import copy
 import gc
 import itertools
 import json
+import math
 import operator
 import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -45,7 +47,9 @@ from minloader import (
     MixtureSampler,
 )
 from minloader._checks import differences
-from minloader._epochs.feed import STATE_COST, Feed
+from minloader._epochs.feed import STATE_COST, Feed, SamplerSource
+from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
+from minloader._epochs.task import Task
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -530,6 +534,37 @@ def test_an_epoch_after_one_that_was_left_goes_on_from_its_first_batch(way):
         with Loader(Echo(), Reshuffling(9), num_workers=0) as loader:
             loader.load_state_dict(state)
             assert list(loader) == rest
+
+
+class WithoutLength(Reshuffling):
+    """Fails at the item behind those that it is to give, if there is one."""
+
+    __len__ = None  # type: ignore[assignment]
+
+    def __init__(self, size: int, given: int) -> None:
+        super().__init__(size)
+        self.given = given
+
+    def __iter__(self) -> Iterator[int]:
+        for n, item in enumerate(super().__iter__()):
+            if n == self.given:
+                raise OSError("unreadable")
+            yield item
+
+
+@pytest.mark.parametrize("size", [3, 4], ids=["its end", "an error"])
+def test_no_state_is_noted_behind(size):
+    """All of an epoch is drawn as one task: what the sampler says then is of what comes later."""
+    sampler = WithoutLength(size, given=3)
+    next(iter(sampler))
+    feed = Feed(SamplerSource(sampler), epoch=1, position=LanePosition())
+    feed.open()
+    feed.drawing = task = Task(first=0, items=[], source_state=feed.source_state)
+    feed.draw(task, hold=lambda item: item, most=9, until=math.inf)
+    feed.finish(task)
+    assert len(task.items) == 3
+    assert feed.is_ended or feed.error is not None
+    assert feed.source_state == NO_SOURCE_STATE
 
 
 class Restarting:

@@ -692,20 +692,24 @@ def test_workers_that_stay_read_a_stream_for_the_epoch_that_was_set(stateful):
         options = {"num_workers": 1, "persistent_workers": True}
         return DataLoader(DrawingStream(4, stateful), 2, collate_fn=list, **options)
 
-    def run(loader: DataLoader[Any], taken: int) -> Iterator[tuple[list[int], Any]]:
-        for epoch in range(taken // 2, 3):
+    def run(loader: DataLoader[Any], first: int) -> Iterator[tuple[list[int], Any]]:
+        for epoch in range(first, 3):
             loader.set_epoch(epoch)
             for batch in loader:
                 yield [number for number, _ in batch], plain(loader.state_dict())
+            yield [], plain(loader.state_dict())  # between two epochs
 
     with make() as loader:
-        batches, states = zip(*run(loader, 0), strict=True)
-        assert batches[2:] == ([1000, 1001], [1002, 1003], [2000, 2001], [2002, 2003])
-        for taken in (1, 2, 3, 4):
+        events = list(run(loader, 0))
+        batches = [batch for batch, _ in events]
+        assert batches[3:] == [[1000, 1001], [1002, 1003], [], [2000, 2001], [2002, 2003], []]
+        for n in (0, 1, 2, 3, 5):
+            rest = [batch for batch in batches[n + 1 :] if batch]
             with make() as other:
                 for each in other, loader:
-                    each.load_state_dict(states[taken - 1])
-                    assert [batch for batch, _ in run(each, taken)] == [*batches[taken:]], taken
+                    each.load_state_dict(events[n][1])
+                    given = [batch for batch, _ in run(each, first=(n + 2) // 3)]
+                    assert [batch for batch in given if batch] == rest, n
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -954,8 +958,8 @@ MESSAGES: list[tuple[Callable[[], Any], Any, str | None]] = [
     (partial(begin, timeout=1), ValueError, "timeout=1 is for workers"),
     (partial(of_numbers, timeout=-1), ValueError, "timeout must be at least 0 seconds, got -1"),
     *(
-        (partial(begin_with, name, value), TypeError, f"{name} must be .*, got 'x'")
-        for name, value in {"timeout": "x", "generator": "x"}.items()
+        (partial(begin_with, name, "x"), TypeError, f"{name} must be .*, got 'x'")
+        for name in ("timeout", "generator")
     ),
     (
         partial(begin, batch_sampler=[1, 2]),

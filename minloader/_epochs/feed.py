@@ -368,13 +368,12 @@ class Feed:
         )
         if is_at_beginning or now < self._state_due or self.next_ordinal == self.length:
             return None
-        failure = None
         try:
             self.source_state = self._current_state()
         except Exception as error:
-            failure = error
+            return error
         self._state_due = now + STATE_COST * (time.perf_counter() - now)
-        return failure
+        return None
 
     def _current_state(self) -> SourceState:
         """Return the sampler's state at the next item; the last one if it has none."""
@@ -460,10 +459,12 @@ class Feed:
         self.next_ordinal = stop
         self.last = last
         self.drawing = None
-        # Where the epoch before was left, no state could say how this one begins.
-        has_none = not task.first and self.source_state.state is None and not self.source.is_ours
-        if has_none and self.note_state() is not None:
-            self._state_due = 0.0  # an error counts only if there is another item
+        has_none = self.source_state.state is None and not self.source.is_ours
+        may_be_asked = not self.is_ended and self.error is None
+        if not task.first and has_none and may_be_asked:
+            # Where the epoch before was left, no state could say how this one begins. An error of
+            # this counts only if there is another item: then it comes again.
+            self.note_state()
 
     def fail(self, error: Exception) -> None:
         """Have an error of the sampler raised in the place of the next item."""

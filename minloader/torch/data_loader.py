@@ -490,13 +490,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         known = [*self._former, *([] if former is None else [former])]
         in_use = [each for each in known if each.is_in_use]
         made.serve_drop_in()
-        if former is not None and self._is_resumed:
-            made.load_state_dict(former.state_dict())
-        elif former is not None:
-            made.set_epoch(former.epoch)
-        if former is not None and keeps_stream:
-            made.dataset.user_epoch.number = self._told  # what a state holds may be of another
         if former is not None:
+            if self._is_resumed:
+                made.load_state_dict(former.state_dict())
+            else:
+                made.set_epoch(former.epoch)
+            if keeps_stream:
+                made.dataset.user_epoch.number = self._told  # what a state holds may be of another
             made.count_on(former, self.trace)
         # Without a call in between, and so without Ctrl-C.
         self._made_with = settings
