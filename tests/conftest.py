@@ -421,10 +421,14 @@ def foreign_processes() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """The garbage collector comes when it is called, and else not."""
-    gc.collect()
+    """The garbage collector comes when it is called, and sees what the test makes.
+
+    What earlier tests left would have to be collected more than once: finalizers make garbage.
+    """
     gc.disable()
+    gc.freeze()
     yield
+    gc.unfreeze()
     gc.enable()
 
 

@@ -888,11 +888,9 @@ def close_early(loader: Loader) -> None:
 
 
 @variants("use", [list, leave_early, close_early])
-def test_nothing_is_left_to_the_garbage_collector(use):
+def test_nothing_is_left_to_the_garbage_collector(use, no_collector):
     """A pool in a cycle has semaphores, whose end CPython 3.12 refuses if it comes while others
     are being made: they are counted by the same resource tracker."""
-    gc.collect()
-    gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         with Loader(Large(), num_workers=2) as loader:
@@ -905,7 +903,6 @@ def test_nothing_is_left_to_the_garbage_collector(use):
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.enable()
     assert not found
 
 
