@@ -411,7 +411,8 @@ class Loader(Generic[B]):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which decides its order and its seeds.
 
-        After :meth:`load_state_dict`, a number other than the state's begins that epoch anew.
+        After :meth:`load_state_dict` or :meth:`skip`, a number other than that of the next epoch
+        begins that epoch anew, with all its batches.
 
         Raises:
             TypeError, ValueError: it is no number of an epoch.
@@ -425,9 +426,9 @@ class Loader(Generic[B]):
         They count as handed over, for a state too. All other batches stay as they are. In the
         middle of an epoch, the next batches in the order of the sampler are left out, up to the end
         of the epoch, or to an error of the sampler, which the next ``next`` raises. Otherwise it is
-        the first ones of the next ``iter``, also after :meth:`load_state_dict`. While another
-        thread waits for a batch, this waits too. After Ctrl-C in it, some of the batches are left
-        out, and :meth:`state_dict` says where the consumer is.
+        the first ones of the next ``iter``, also after :meth:`load_state_dict` and
+        :meth:`set_epoch`. While another thread waits for a batch, this waits too. After Ctrl-C in
+        it, some of the batches are left out, and :meth:`state_dict` says where the consumer is.
 
         Args:
             n: how many batches, as the sampler gives them.

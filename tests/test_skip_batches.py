@@ -76,6 +76,19 @@ def test_what_is_left_out_is_not_made():
     assert made == [0, 6, 7, 8, 7, 8]
 
 
+def test_another_epoch_has_all_its_batches():
+    with Loader(echo, range(4), num_workers=0) as loader:
+        loader.skip(3)
+        loader.set_epoch(0)  # it is the next
+        assert list(loader) == [3]
+        loader.skip(3)
+        loader.set_epoch(5)
+        assert list(loader) == [0, 1, 2, 3]
+        loader.set_epoch(7)
+        loader.skip(3)
+        assert list(loader) == [3]
+
+
 def test_a_part_of_a_task_is_left_out():
     """Tiny batches are sent many at a time."""
     with Loader(echo, range(5000), num_workers=1, executor="thread") as loader:
