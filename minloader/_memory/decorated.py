@@ -50,14 +50,8 @@ def reduce_cached_property(cached: Any) -> Any:
 
 def reduce_dispatching_method(method: Any) -> Any:
     """Reduce a ``singledispatchmethod``, which has a weak cache from CPython 3.13 on."""
-    return _dispatch_method_again, (method.func, list(method.dispatcher.registry.items()))
-
-
-def _dispatch_method_again(function: Any, implementations: list[tuple[type, Any]]) -> Any:
-    dispatching = functools.singledispatchmethod(function)
-    for kind, implementation in implementations:
-        dispatching.register(kind, implementation)
-    return dispatching
+    implementations = list(method.dispatcher.registry.items())
+    return _dispatch_again, (functools.singledispatchmethod, method.func, implementations)
 
 
 def reducer_by_value(obj: Any) -> Reduce | None:
@@ -83,11 +77,12 @@ def _reduce_generic(model: Any) -> Any:
 
 
 def _reduce_dispatching(function: Any) -> Any:
-    return _dispatch_again, (function.__wrapped__, list(function.registry.items()))
+    implementations = list(function.registry.items())
+    return _dispatch_again, (functools.singledispatch, function.__wrapped__, implementations)
 
 
-def _dispatch_again(function: Any, implementations: list[tuple[type, Any]]) -> Any:
-    dispatching = functools.singledispatch(function)
+def _dispatch_again(decorator: Any, function: Any, implementations: list[tuple[type, Any]]) -> Any:
+    dispatching = decorator(function)
     for kind, implementation in implementations:
         dispatching.register(kind, implementation)
     return dispatching
