@@ -140,8 +140,8 @@ class Worker:
         """Close the streams that are being read, which may have a ``finally`` or ``with``."""
         self._readers.close()
 
-    def begin_reading(self, task: TaskMessage) -> list[Any]:
-        """Begin to read the samples of a task; return their futures, or an error, of each item."""
+    def begin_reading(self, task: TaskMessage) -> None:
+        """Begin to read the samples of a task, before or when it is made."""
         early_reads: list[Any] = []
         for n, item in enumerate(task.items if self._init_failure is None else ()):
             info = replace(self.info)
@@ -154,7 +154,6 @@ class Worker:
                     raise
                 early_reads.append(error)  # comes when the batch is made
         self._early_reads[task.id] = early_reads
-        return early_reads
 
     def run(self, task: TaskMessage) -> Reply:
         """Make the batches of a task, until they take too long for one task.
@@ -173,19 +172,18 @@ class Worker:
         begin = time.perf_counter()
         work = _Work(began=begin, done_at=begin)
         self._maker.begin_task()
-        early_reads = self._early_reads.pop(task.id, None)
-        if early_reads is None and self.reads_ahead and task.suspects is None:
+        if self.reads_ahead and task.suspects is None and task.id not in self._early_reads:
             self._environment.beat(task.id, 0, begin)  # a read may end this process at once
-            early_reads = self.begin_reading(task)
-            del self._early_reads[task.id]
+            self.begin_reading(task)
+        early_reads = self._early_reads.pop(task.id, [])
         shard: ShardReply | None = None
         try:
             if task.shard is None:
-                self._make_batches(task, work, writer, early_reads or [])
+                self._make_batches(task, work, writer, early_reads)
             else:
                 shard = self._read_batches(task, work, writer)
         finally:
-            _cancel(early_reads or [])  # after Ctrl-C
+            _cancel(early_reads)  # after Ctrl-C
             self._environment.close_slot()
         use: SlotUse | None = None
         if writer.size is not None:
