@@ -61,12 +61,10 @@ def _nothing() -> None:
 class Environment:
     """A thread, which shares the dataset and the global generators with others.
 
-    Args:
+    Attributes:
         beat: called before each item is begun.
         sample_cell: its one element is set to the number of each sample in its item. Whoever finds
             this worker stuck or dead reads it.
-
-    Attributes:
         packs: whether batches leave the process. Then nothing may be raised in place of a reply.
         is_inline: whether this is the calling process, at work for its own loop.
         seeds_globals: whether the global generators are seeded for each batch.
@@ -79,9 +77,9 @@ class Environment:
     seeds_globals: ClassVar[bool] = False
     reload: Callable[[], Any] | None = None
 
-    def __init__(self, beat: Beat = _no_beat, sample_cell: Any = None) -> None:
-        self.beat = beat
-        self.sample_cell = [-1] if sample_cell is None else sample_cell
+    def __init__(self) -> None:
+        self.beat: Beat = _no_beat
+        self.sample_cell: Any = [-1]
 
     def unpack_item(self, item: Any) -> Any:
         """Return an item as the sampler gave it."""
@@ -147,14 +145,13 @@ class PackingEnvironment(Environment):
 
     Args:
         packer: packs them.
-        beat, sample_cell: as of :class:`Environment`.
     """
 
     packs: ClassVar[bool] = True
     seeds_globals: ClassVar[bool] = True
 
-    def __init__(self, packer: BatchPacker, beat: Beat = _no_beat, sample_cell: Any = None) -> None:
-        super().__init__(beat, sample_cell)
+    def __init__(self, packer: BatchPacker) -> None:
+        super().__init__()
         self._packer = packer
         self._process = lifetimes.process
 
@@ -182,12 +179,14 @@ class ProcessEnvironment(PackingEnvironment):
     """A worker process of ours.
 
     Args:
-        beat, sample_cell: as of :class:`Environment`.
+        beat, sample_cell: what :func:`open_heartbeat` returned.
         reload: gives another copy of the dataset.
     """
 
     def __init__(self, beat: Beat, sample_cell: Any, reload: Callable[[], Any]) -> None:
-        super().__init__(BatchPacker(), beat, sample_cell)
+        super().__init__(BatchPacker())
+        self.beat = beat
+        self.sample_cell = sample_cell
         self.reload = reload
         self.memory_at_start = 0
         self._meter: CpuMeter | None = None
