@@ -26,7 +26,7 @@ from minloader._insight.stats import Stats
 from minloader._insight.timeline import Event, Timeline
 from minloader._insight.workers import Jump, WorkerCount
 from minloader._worker import lifetimes, processor_time
-from minloader._worker.messages import Figures, Reply
+from minloader._worker.messages import Figures, Reply, Usage
 from tests.conftest import WAYS, eventually, variants
 from tests.helpers import Deadly, Squares, stats_of
 
@@ -872,7 +872,7 @@ def test_the_sample_by_which_a_worker_grew_is_told(options):
 
 
 def reply(pid, memory, at_start):
-    figures = Figures(memory=memory, memory_at_start=at_start)
+    figures = Figures(usage=Usage(memory=memory, memory_at_start=at_start))
     return Reply(worker=0, pid=pid, packed=True, outcomes=[], figures=figures)
 
 

@@ -409,7 +409,7 @@ class Lane:
         labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
         counters.made(reply, labels, task.item(made - 1))
         limit = shared.job.options.memory_limit
-        if limit is not None and figures.memory > limit:
+        if limit is not None and figures.usage.memory > limit:
             last = self.feed.ordinal_in_epoch(task.first + made - 1)
             where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))

@@ -125,8 +125,8 @@ class Counters:
         times.transform += timings.transform
         times.collate += timings.collate
         times.transport += timings.packing
-        if figures.processor is not None:
-            computing, queued, asleep = figures.processor
+        if figures.usage.processor is not None:
+            computing, queued, asleep = figures.usage.processor
             self.workers.computing += computing
             self.workers.queued += queued
             self.workers.asleep += asleep

@@ -50,11 +50,12 @@ def too_large(reply: Reply, limit: int, place: str) -> str:
         limit: bytes that it may have.
         place: the batch that it made last.
     """
-    at_start = reply.figures.memory_at_start
+    usage = reply.figures.usage
+    at_start = usage.memory_at_start
     began = f" (it began with {format_bytes(at_start)})" if at_start else ""
     return (
         f"worker {reply.worker} (pid {reply.pid}) takes more than worker_memory_limit={limit}: it "
-        f"has {format_bytes(reply.figures.memory)} for itself{began} since {place}"
+        f"has {format_bytes(usage.memory)} for itself{began} since {place}"
     )
 
 
@@ -91,8 +92,7 @@ class WorkerCount:
         before. It grows steadily if this doubles too, more or less: that of a cache which fills
         grows less and less, and that of a worker whose batches differ does not.
         """
-        memory = reply.figures.memory
-        at_start = reply.figures.memory_at_start
+        memory, at_start, _ = reply.figures.usage
         if reply.pid == self._pid_before:  # it leaves: it did what it was given beside the next one
             self.jump = 0
             return False
@@ -146,7 +146,7 @@ class WorkerLog:
         count = self.counts[worker]
         count.seconds += figures.timings.seconds
         count.batches += args["count"]
-        if figures.memory:
+        if figures.usage.memory:
             grows = count.note_memory(reply)
             if count.jump > JUMP:
                 jump = Jump(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from minloader._memory.files import SlotAddress
 from minloader._memory.limits import private_memory
@@ -23,7 +23,7 @@ from minloader._memory.pickling import BatchPacker, PackedBatch, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import lifetimes
 from minloader._worker.heartbeat import Beat
-from minloader._worker.messages import WorkerInfo
+from minloader._worker.messages import Usage, WorkerInfo
 from minloader._worker.processor_time import CpuMeter
 from minloader._worker.seeds import BatchKey, seed_globals
 from minloader._worker.torch_conventions import (
@@ -31,23 +31,6 @@ from minloader._worker.torch_conventions import (
     set_torch_info,
     set_torch_info_of_shards,
 )
-
-
-class Usage(NamedTuple):
-    """What a worker process has used.
-
-    Attributes:
-        memory: bytes that it has for itself; 0: not looked at this time.
-        memory_at_start: bytes that it had before its first batch.
-        processor: what :meth:`CpuMeter.add` returned.
-    """
-
-    memory: int = 0
-    memory_at_start: int = 0
-    processor: tuple[float, float, float] | None = None
-
-
-UNKNOWN = Usage()
 
 
 def _no_beat(task: int, index: int, now: float) -> None:
@@ -117,7 +100,7 @@ class Environment:
             seconds: what the task took.
             exactly: whether memory must be looked at, and not just now and then.
         """
-        return UNKNOWN
+        return Usage()
 
     def exit_fork(self) -> None:
         """End a fork of a worker that came back from the dataset, before it answers too."""

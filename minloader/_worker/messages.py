@@ -160,6 +160,21 @@ class Timings(NamedTuple):
     packing: float = 0.0
 
 
+class Usage(NamedTuple):
+    """What a worker process has used.
+
+    Attributes:
+        memory: bytes that it has for itself, measured now and then, and always if there is a
+            limit; else 0.
+        memory_at_start: bytes that it had before its first batch; 0 if that is not known.
+        processor: what :meth:`~minloader._worker.processor_time.CpuMeter.add` returned.
+    """
+
+    memory: int = 0
+    memory_at_start: int = 0
+    processor: tuple[float, float, float] | None = None
+
+
 class Figures(NamedTuple):
     """What is counted of a task. Nothing depends on it but what users and logs are told.
 
@@ -168,10 +183,7 @@ class Figures(NamedTuple):
         size: bytes that its batches have, packed, more or less.
         overflowed: how many of them found no room in shared memory.
         skipped: how many samples were left out.
-        memory: bytes that the worker has for itself, measured now and then, and always if there is
-            a limit; else 0.
-        memory_at_start: bytes that it had before its first batch; 0 if that is not known.
-        processor: what :meth:`~minloader._worker.processor_time.CpuMeter.add` returned.
+        usage: of the process.
         drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
     """
 
@@ -179,9 +191,7 @@ class Figures(NamedTuple):
     size: int = 0
     overflowed: int = 0
     skipped: int = 0
-    memory: int = 0
-    memory_at_start: int = 0
-    processor: tuple[float, float, float] | None = None
+    usage: Usage = Usage()
     drawn: tuple[str, ...] = ()
 
 

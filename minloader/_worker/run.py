@@ -222,9 +222,7 @@ class Worker:
             size=size,
             overflowed=work.overflowed,
             skipped=counts.skipped,
-            memory=usage.memory,
-            memory_at_start=usage.memory_at_start,
-            processor=usage.processor,
+            usage=usage,
             drawn=self._own_generators.take_drawn(),
         )
 
