@@ -26,11 +26,7 @@ from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import Usage, WorkerInfo
 from minloader._worker.processor_time import CpuMeter
 from minloader._worker.seeds import BatchKey, seed_globals
-from minloader._worker.torch_conventions import (
-    save_with_torch,
-    set_torch_info,
-    set_torch_info_of_shards,
-)
+from minloader._worker.torch_conventions import save_with_torch, set_torch_info
 
 
 def _no_beat(task: int, index: int, now: float) -> None:
@@ -116,7 +112,8 @@ class InlineEnvironment(Environment):
         return save_with_torch()
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:
-        set_torch_info_of_shards(info)
+        if info.num_workers > 1:  # of a stream with several shards, of which it reads one
+            set_torch_info(info)
         seed_globals(key)
 
     def ends_program(self, error: BaseException) -> bool:

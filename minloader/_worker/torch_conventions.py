@@ -197,12 +197,6 @@ def set_torch_info(info: WorkerInfo) -> None:
         when_imported(_MODULE, _write_worker_info)
 
 
-def set_torch_info_of_shards(info: WorkerInfo) -> None:
-    """The same, if a stream is read that has several shards: without workers too it reads one."""
-    if info.num_workers > 1:
-        set_torch_info(info)
-
-
 def save_with_torch() -> Callable[[], None]:
     """Note the global generators, and what torch's ``get_worker_info`` answers."""
     former = _torch_info
