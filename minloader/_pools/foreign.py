@@ -51,7 +51,7 @@ from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, unpack
 from minloader._memory.slot_writer import unmap_closed
 from minloader._pools.base import RemotePool
-from minloader._worker.current import serve, stop_serving
+from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
 from minloader._worker.messages import Failure, Job, JobMissing, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
@@ -273,7 +273,7 @@ def run_task(
         return Reply(worker=-1, pid=os.getpid(), packed=True, outcomes=outcomes)
     with job.lock:
         if job.lock is _lock:  # the process is the worker: threads of the dataset's too
-            serve(worker)
+            current.process_worker = worker
         return worker.run(task)
 
 
@@ -441,7 +441,7 @@ def forget(mark: str) -> None:
     """Let a job go. Another's worker may be making a batch meanwhile."""
     job = loaded_jobs.pop(mark, None)
     if job is not None:
-        stop_serving(getattr(job.store, "worker", None))
+        current.stop_serving(getattr(job.store, "worker", None))
         del job
         gc.collect()  # a dataset may be in a cycle
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from minloader._worker.run import Worker
 
 process_worker: Worker | None = None
-"""The worker that this process is, whatever its threads."""
+"""The worker that all threads of this process belong to."""
 
 
 def get_worker_info() -> WorkerInfo | None:
@@ -23,12 +23,6 @@ def get_worker_info() -> WorkerInfo | None:
     if info is None and process_worker is not None:
         info = process_worker.info
     return info
-
-
-def serve(worker: Worker) -> None:
-    """Make a worker the one that all threads of this process belong to."""
-    global process_worker
-    process_worker = worker
 
 
 def stop_serving(worker: Worker | None) -> None:

@@ -129,7 +129,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         worker = Worker(job, info, environment)
         environment.begin_measuring()
         taken = environment.memory_at_start
-        current.serve(worker)
+        current.process_worker = worker
         # Before what it has started is killed: the stream may need that to end.
         multiprocessing.util.Finalize(None, worker.close, exitpriority=150)
         beat(READY, 0, time.perf_counter())
