@@ -35,8 +35,8 @@ class ThreadPool(Pool):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._threads: list[_Thread] = []
-        self._leaving: list[_Thread] = []  # with a queue of their own, which has an end
+        self._threads: list[threading.Thread] = []
+        self._leaving: list[threading.Thread] = []  # with a queue of their own, which has an end
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # Not a WeakSet: a future that the consumer lets go of would run Python in its thread, and
         # CPython drops a Ctrl-C that comes there.
@@ -51,7 +51,7 @@ class ThreadPool(Pool):
             missing = self.infos[len(self._threads) :]
             with interrupts_held() if missing else nullcontext():  # one would be known to nobody
                 for info in missing:
-                    self._threads.append(_Thread(self.job, replace(info), self._tasks))
+                    self._threads.append(_start_thread(self.job, replace(info), self._tasks))
 
     def submit(self, task: TaskMessage) -> Future[Reply]:
         future: Future[Reply] = Future()
@@ -87,40 +87,31 @@ class ThreadPool(Pool):
         self._leaving = []
 
 
-class _Thread(threading.Thread):
-    """A worker thread, which runs from when it is made.
-
-    It knows the queue, not the pool, which may be collected.
-
-    Args:
-        job: what it makes batches from.
-        info: where its code is told that it runs.
-        tasks: where its tasks come from, until there is None.
-    """
-
-    def __init__(self, job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> None:
-        super().__init__(name=f"minloader-{info.id}", daemon=True)
-        self._job = job
-        self._info = info
-        self._tasks = tasks
-        self._consumers_context = contextvars.copy_context()  # of the thread that starts it
-        self.start()
-
-    def run(self) -> None:
+def _start_thread(job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> threading.Thread:
+    """Start a worker thread. It knows the queue, not the pool, which may be collected."""
+    thread = threading.Thread(
         # numpy.errstate and decimal's precision are context variables: a batch has those of its
         # consumer, as in a process. Python gives them to a thread where it was told to (from 3.14).
-        self._consumers_context.run(self._make_batches)
+        target=contextvars.copy_context().run,
+        args=(_make_batches, job, info, tasks),
+        name=f"minloader-{info.id}",
+        daemon=True,
+    )
+    thread.start()
+    return thread
 
-    def _make_batches(self) -> None:
-        worker: Worker | None = None
-        while (entry := self._tasks.get()) is not None:
-            future, task = entry
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                if worker is None:
-                    worker = Worker(self._job, self._info, Environment())
-                finish(future, worker.run(task))
-            except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
-                finish(future, error)
-            del entry, future, task  # while it waits, it must not keep the last batch alive
+
+def _make_batches(job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> None:
+    """Make the batches of tasks until there is None."""
+    worker: Worker | None = None
+    while (entry := tasks.get()) is not None:
+        future, task = entry
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            if worker is None:
+                worker = Worker(job, info, Environment())
+            finish(future, worker.run(task))
+        except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
+            finish(future, error)
+        del entry, future, task  # while it waits, it must not keep the last batch alive
