@@ -17,6 +17,7 @@ import bisect
 import ctypes
 import mmap
 import os
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from minloader._memory.files import LARGE, is_ours
@@ -62,7 +63,7 @@ class Mappings:
         """Return the mapping of an address; None if it is not known."""
         if self._known is None:
             self._known = _read_mappings()
-        place = bisect.bisect_right(self._known, address, key=_start) - 1
+        place = bisect.bisect_right(self._known, address, key=attrgetter("start")) - 1
         if place < 0 or address >= self._known[place].stop:
             return None
         return self._known[place]
@@ -92,10 +93,6 @@ class MappedFile(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _map_again, tuple(self)
-
-
-def _start(mapping: Mapping) -> int:
-    return mapping.start
 
 
 def _read_mappings() -> list[Mapping]:
@@ -204,9 +201,9 @@ def view_of(
 # --- files that are opened once more
 
 
-def identity(path: str) -> tuple[int, int]:
-    """Return what no two files of this machine have in common."""
-    found = os.stat(path)
+def identity(file: str | int) -> tuple[int, int]:
+    """Return what no two files of this machine have in common, of a path or a descriptor."""
+    found = os.stat(file)
     return found.st_dev, found.st_ino
 
 
@@ -217,8 +214,7 @@ def _map_again(path: str, is_writable: bool, known: tuple[int, int] | None) -> m
         FileNotFoundError: its path leads to another file, or to none.
     """
     with open(path, "r+b" if is_writable else "rb") as file:
-        found = os.fstat(file.fileno())
-        if known is not None and known != (found.st_dev, found.st_ino):
+        if known not in (None, identity(file.fileno())):
             raise _replaced(path)
         access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_READ
         return mmap.mmap(file.fileno(), 0, access=access)
