@@ -41,7 +41,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -301,7 +301,6 @@ class _Loaded:
         address: where the job was loaded from; None in the process of its loader, and where it
             came with a task.
         used: when a task for it came last, by ``time.monotonic``.
-        pid: this process.
     """
 
     job: Job
@@ -311,7 +310,6 @@ class _Loaded:
     make_environment: Callable[[], Environment]
     address: JobAddress | None = None
     used: float = 0.0
-    pid: int = field(default_factory=os.getpid)
 
     def worker(self, reference: JobReference) -> Worker:
         """Return the worker, which is told what the loader says now."""
@@ -344,8 +342,12 @@ _lock = threading.Lock()
 
 
 def _begin_fork() -> None:
-    """Have a lock that is free: what was forked here may be within a batch of its parent's."""
+    """Have a lock that is free: what was forked here may be within a batch of its parent's.
+
+    A worker that was forked from the loader's process loads the job, as any other.
+    """
     global _lock
+    _jobs_here.clear()
     _lock = threading.Lock()
     for job in loaded_jobs.values():
         job.lock = _lock
@@ -358,7 +360,7 @@ def find_job(reference: JobReference, attached: Any = None) -> _Loaded | None:
     """Return the job of a task, loaded if need be; None if it is not here."""
     mark = reference.mark
     here = _jobs_here.get(mark)
-    if here is not None and here.pid == os.getpid():  # not in a fork of the loader's process
+    if here is not None:
         return here
     with _lock:
         job = loaded_jobs.get(mark)
