@@ -62,7 +62,26 @@ from minloader._memory.files import at_fork
 # ever; a child that fails in that import may hang the start (cpython #118981), from 3.13.8 and
 # 3.14.1 with a BrokenPipeError; and each start takes as long as the imports of the script.
 
-_starting = threading.local()  # .pid: of the process in which this thread is starting a worker
+
+class _Starting(threading.local):
+    """What this thread is starting.
+
+    Attributes:
+        pid: of the process in which it is starting a worker; None if it starts none. A child of
+            "fork" begins in the middle of the start.
+        locks: those that are to be free in that child: piece 17.
+    """
+
+    pid: int | None = None
+    locks: Sequence[Any] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a worker is being started, in this process."""
+        return self.pid == os.getpid()
+
+
+_starting = _Starting()
 
 _get_preparation_data = multiprocessing.spawn.get_preparation_data
 
@@ -71,8 +90,7 @@ def _leave_main_out(name: str) -> dict[str, Any]:
     # Debuggers run a script in a main module without it (cpython #87115); that of a script is None.
     vars(sys.modules["__main__"]).setdefault("__spec__", None)
     data = _get_preparation_data(name)
-    # The pid, since a child of "fork" begins in the middle of the start.
-    if getattr(_starting, "pid", None) == os.getpid():
+    if _starting.is_here:
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
     return data
@@ -149,7 +167,7 @@ _get_flags = multiprocessing.util._args_from_interpreter_flags  # type: ignore[a
 
 def _with_safe_path() -> list[str]:
     flags: list[str] = _get_flags()
-    is_ours = getattr(_starting, "pid", None) == os.getpid() and not hasattr(sys, "frozen")
+    is_ours = _starting.is_here and not hasattr(sys, "frozen")
     return [*flags, "-P"] if is_ours else flags
 
 
@@ -377,7 +395,7 @@ def _is_importing_elsewhere() -> bool:
 
 def _wait_for_imports() -> None:
     global _patience
-    if getattr(_starting, "pid", None) != os.getpid():
+    if not _starting.is_here:
         return  # a fork that is not ours
     deadline = time.monotonic() + _patience
     while _is_importing_elsewhere():
@@ -401,7 +419,7 @@ at_fork(before=_wait_for_imports)
 
 
 def _free_locks_of_numpy() -> None:
-    for lock in getattr(_starting, "locks", ()):
+    for lock in _starting.locks:
         lock._at_fork_reinit()
     get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
     if get_state is not None:  # else it is not there, or was just being imported
