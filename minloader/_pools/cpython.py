@@ -577,14 +577,23 @@ class Executor(ProcessPoolExecutor):
         manager: its manager thread; None before the first task.
     """
 
+    # The base class's own; who checks types knows them otherwise, or not at all.
+    _broken: Any
+    _call_queue: Any
+    _executor_manager_thread: Any
+    _executor_manager_thread_wakeup: Any
+    _max_workers: int
+    _processes: Any
+    _result_queue: Any
+
     def __init__(self, num_workers: int, context: Any) -> None:
         _starting.pid = os.getpid()  # its semaphores start the resource tracker: piece 15
         try:
             super().__init__(num_workers, mp_context=context)
         finally:
             _starting.pid = None
-        self._calls = cast(Any, self)._call_queue  # shutdown() forgets it
-        self._results = cast(Any, self._result_queue)
+        self._calls = self._call_queue  # shutdown() forgets it
+        self._results = self._result_queue
         _make_room(self._results._writer.fileno())
         self.manager: threading.Thread | None = None
         self._noticed = 0  # workers for whose end the manager thread waits, or soon will
@@ -601,12 +610,12 @@ class Executor(ProcessPoolExecutor):
 
     def mark_broken(self, reason: str) -> None:
         """Take no more calls. Called while no worker is being started."""
-        self._broken = reason  # type: ignore[assignment]  # a string or False
+        self._broken = reason
 
     @property
     def may_start_workers(self) -> bool:
         """Whether the next :meth:`submit` may start workers."""
-        return len(self._processes or ()) < int(cast(Any, self)._max_workers)
+        return len(self._processes or ()) < self._max_workers
 
     @property
     def broken(self) -> bool:
@@ -643,13 +652,13 @@ class Executor(ProcessPoolExecutor):
         try:
             super()._start_executor_manager_thread()
         except RuntimeError:  # no thread is to be had (ulimit -u)
-            cast(Any, self)._executor_manager_thread = None
+            self._executor_manager_thread = None
             raise
-        self.manager = cast(Any, self._executor_manager_thread)
+        self.manager = self._executor_manager_thread
         self.manager.__class__ = _ManagerThread  # piece 9; it may wait once as CPython does
         if len(self._processes) != self._noticed:
             self._noticed = len(self._processes)
-            cast(Any, self)._executor_manager_thread_wakeup.wakeup()
+            self._executor_manager_thread_wakeup.wakeup()
 
     # CPython: the manager thread waits for the workers to end, with the lock that shutdown() takes.
     # Versions: from 3.12.1.
@@ -658,7 +667,7 @@ class Executor(ProcessPoolExecutor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, as the base class does; a second call only drops what is queued."""
-        if cast(Any, self)._executor_manager_thread_wakeup is not None:
+        if self._executor_manager_thread_wakeup is not None:
             super().shutdown(wait, cancel_futures=cancel_futures)
         elif cancel_futures:
             self._cancel_pending_futures = True
