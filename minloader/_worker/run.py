@@ -324,9 +324,7 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        generators = None
-        if current_batch(self.info).generators != {}:
-            generators = self._own_generators.for_batch(self.info, key)
+        generators = self._own_generators.for_batch(self.info, key)
         restore_globals = self._environment.save_globals()
         try:
             try:
