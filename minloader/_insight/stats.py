@@ -77,7 +77,7 @@ class WorkerStats:
         executor: where batches are made: "process", "thread", "inline" or "foreign".
         count: number of workers now.
         concurrency: most reads at the same time in each worker, where the dataset is one of
-            :func:`minloader.concurrent`; else 0.
+            :class:`minloader.concurrent`; else 0.
         in_flight: number of tasks under way now.
         chunk_size: most batches that the task sent last may hold.
         started_early: whether ``loader.start()`` was called.

@@ -22,7 +22,7 @@ class Concatenated:
 
     It also serves to look up lengths: ``Concatenated([lengths_a, lengths_b])``.
 
-    Put :func:`concurrent` around it: reads within it would know the index in one dataset alone.
+    Put :class:`concurrent` around it: reads within it would know the index in one dataset alone.
 
     Args:
         datasets: at least one. Each has ``__getitem__``, for indices from 0 or other keys. If one

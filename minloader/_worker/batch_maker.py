@@ -92,7 +92,7 @@ class BatchMaker:
         self.early_reads = []
 
     def begin_reading(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
-        """Begin to read the samples of an item, if the dataset is of :func:`concurrent`."""
+        """Begin to read the samples of an item, if the dataset is of :class:`concurrent`."""
         read = self.job.dataset.__getfutures__
         if self.job.collate_fn is None:
             return [read([item], info)]

@@ -49,8 +49,8 @@ EXIT_PRIORITY = 120
 since the dataset may need that to close what it has open."""
 
 
-def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
-    """Return a dataset that reads samples at the same time, in the worker.
+class concurrent:  # noqa: N801  # used as a function
+    """A dataset that reads samples at the same time, in the worker.
 
     It is for samples that are waited for, as those of an object store or a slow disk. Work that
     computes gains nothing: give the loader more workers. ::
@@ -77,21 +77,17 @@ def concurrent(dataset: Any, limit: int = 16) -> Concurrent:
             batches of a worker.
         limit: most reads at the same time, in each worker.
 
-    Returns:
-        A dataset with the length of ``dataset``, which is its attribute ``dataset``.
+    Attributes:
+        dataset: the dataset, which has the same length.
+        limit: most reads at the same time.
 
     Raises:
         TypeError: the dataset has no ``__getitem__``, or would be entered by methods of the other
             kind than that; or ``limit`` is not an int.
         ValueError: ``limit`` is below 1.
     """
-    return Concurrent(dataset, limit)
 
-
-class Concurrent:
-    """See :func:`concurrent`."""
-
-    def __init__(self, dataset: Any, limit: int) -> None:
+    def __init__(self, dataset: Any, limit: int = 16) -> None:
         if not has_getitem(dataset):
             raise TypeError(
                 f"dataset must have __getitem__, got {brief_repr(dataset)}; a stream can be read "
@@ -105,7 +101,7 @@ class Concurrent:
         _datasets.add(self)
 
     def __reduce__(self) -> Any:
-        return Concurrent, (self.dataset, self.limit)
+        return concurrent, (self.dataset, self.limit)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -201,7 +197,7 @@ def _check_is_entered(dataset: Any) -> None:
         )
 
 
-_datasets: weakref.WeakSet[Concurrent] = weakref.WeakSet()
+_datasets: weakref.WeakSet[concurrent] = weakref.WeakSet()
 
 
 def _begin_fork() -> None:

@@ -29,8 +29,8 @@ from minloader._worker.torch_conventions import begin_at_state
 logger = logging.getLogger("minloader")
 
 
-def shuffled(stream: Iterable[Any], buffer_size: int, seed: int = 0) -> Shuffled:
-    """Return a stream of the same samples in another order, as a dataset for :class:`Loader`.
+class shuffled:  # noqa: N801  # used as a function
+    """A stream of the same samples in another order, as a dataset for :class:`Loader`.
 
     It runs in the workers. Each sample is moved by less than ``buffer_size``: while one half of the
     buffer is given out in random order, the other is filled. The order follows from ``seed`` and
@@ -51,13 +51,8 @@ def shuffled(stream: Iterable[Any], buffer_size: int, seed: int = 0) -> Shuffled
         TypeError: an argument is of the wrong type.
         ValueError: an argument has an impossible value.
     """
-    return Shuffled(stream, buffer_size, seed)
 
-
-class Shuffled:
-    """See :func:`shuffled`."""
-
-    def __init__(self, stream: Iterable[Any], buffer_size: int, seed: int) -> None:
+    def __init__(self, stream: Iterable[Any], buffer_size: int, seed: int = 0) -> None:
         if stream is None:
             raise TypeError("stream must be an iterable of samples, got None")
         check_iterable("stream", stream)
@@ -103,7 +98,7 @@ class Shuffle:
             may be put back before.
     """
 
-    def __init__(self, owner: Shuffled, source: Any = None) -> None:
+    def __init__(self, owner: shuffled, source: Any = None) -> None:
         self._owner = owner
         self._source = source
         self._size = -(-owner.buffer_size // 2)

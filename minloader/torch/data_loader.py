@@ -43,7 +43,7 @@ from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader._worker.batch_maker import OnSampleError
 from minloader._worker.seeds import in_turn
-from minloader._worker.shuffled import Shuffled
+from minloader._worker.shuffled import shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
 from minloader.torch.order import EpochOrder, Order, Start, draw_seed, told_of
 
@@ -62,7 +62,7 @@ _NAMES = ("IterDataPipe", "MapDataPipe")
 _PIPES = tuple(vars(torch.utils.data)[name] for name in _NAMES if name in vars(torch.utils.data))
 _HAS_ORDER = "in_order" in inspect.signature(TorchLoader.__init__).parameters
 
-IterableDataset.register(Shuffled)  # also where torch asks
+IterableDataset.register(shuffled)  # also where torch asks
 
 OWN_ARGUMENTS = (
     *("transform", "on_error", "on_sample_error", "max_errors", "retries", "shared_memory"),
@@ -181,7 +181,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     Args:
         dataset: map-style (it has ``__getitem__``), or a ``torch.utils.data.IterableDataset``, also
-            one that is :func:`minloader.shuffled`. The workers read it.
+            one that is :class:`minloader.shuffled`. The workers read it.
         batch_size: number of samples in a batch. None: each sample is a batch by itself.
         shuffle: whether each epoch visits the dataset in another order.
         sampler: iterable of indices, in place of ``shuffle``; read in this process.
