@@ -73,6 +73,8 @@ class _Work:
     """What a worker has made of a task so far.
 
     Attributes:
+        task: which.
+        writer: takes large buffers of its batches.
         began: when it began, by ``time.perf_counter``.
         done_at: when it was done with the last batch.
         item: index of the item that it has come to.
@@ -84,6 +86,8 @@ class _Work:
         reread: batches of a stream that were passed over.
     """
 
+    task: TaskMessage
+    writer: NoSlot
     began: float
     done_at: float
     item: int = 0
@@ -170,7 +174,7 @@ class Worker:
             )
         writer = self._environment.open_slot(task.slot)
         begin = time.perf_counter()
-        work = _Work(began=begin, done_at=begin)
+        work = _Work(task=task, writer=writer, began=begin, done_at=begin)
         self._maker.begin_task()
         if self.reads_ahead and task.suspects is None and task.id not in self._early_reads:
             self._environment.beat(task.id, 0, begin)  # a read may end this process at once
@@ -179,9 +183,9 @@ class Worker:
         shard: ShardReply | None = None
         try:
             if task.shard is None:
-                self._make_batches(task, work, writer, early_reads)
+                self._make_batches(work, early_reads)
             else:
-                shard = self._read_batches(task, work, writer)
+                shard = self._read_batches(work)
         finally:
             _cancel(early_reads)  # after Ctrl-C
             self._environment.close_slot()
@@ -198,17 +202,17 @@ class Worker:
             failed=work.failed,
             slot=use,
             shard=shard,
-            figures=self._figures(work, writer),
+            figures=self._figures(work),
         )
 
-    def _figures(self, work: _Work, writer: NoSlot) -> Figures:
+    def _figures(self, work: _Work) -> Figures:
         """Return what is counted of a task that is done."""
         counts = self._maker.counts
         seconds = work.done_at - work.began
         usage = self._environment.measure(
             seconds, exactly=self._job.options.memory_limit is not None
         )
-        size = writer.used
+        size = work.writer.used
         if self._environment.packs:
             size += sum(map(size_in_band, work.outcomes))
         return Figures(
@@ -226,24 +230,21 @@ class Worker:
             drawn=self._own_generators.take_drawn(),
         )
 
-    def _make_batches(
-        self, task: TaskMessage, work: _Work, writer: NoSlot, early_reads: list[Any]
-    ) -> None:
+    def _make_batches(self, work: _Work, early_reads: list[Any]) -> None:
         """Make the batches of a task, of its items.
 
         Args:
-            task: which.
             work: where they go.
-            writer: takes their large buffers.
             early_reads: for each item what is read ahead, or the error of that; [] if nothing is.
         """
+        task = work.task
         maker = self._maker
         for n, item in enumerate(task.items):
             work.item = n
             self._environment.beat(task.id, n, work.done_at)
             if early_reads:
                 maker.early_reads = early_reads[n]
-            writer.begin()
+            work.writer.begin()
             try:
                 self._leave_out_suspects(task, n)
                 begin_batch(self.info, task.epoch, task.ordinal + n)
@@ -258,30 +259,29 @@ class Worker:
                 when = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
                 outcome = self._failure(error, when)
             else:
-                outcome = self._pack(made, work, writer)
-            self._add(outcome, work, writer)
+                outcome = self._pack(made, work)
+            self._add(outcome, work)
             del outcome
             if work.done_at - work.began > 2 * CHUNK_SECONDS and not early_reads:
                 break
 
-    def _add(self, outcome: Any, work: _Work, writer: NoSlot) -> None:
+    def _add(self, outcome: Any, work: _Work) -> None:
         """Add what has become of an item."""
         work.outcomes.append(outcome)
-        work.overflowed += writer.overflowed
+        work.overflowed += work.writer.overflowed
         errors = self._maker.errors
         if errors:
             work.failed += [(work.item, self._packed(index), text) for index, text in errors]
             errors.clear()
         work.done_at = time.perf_counter()
 
-    def _pack(self, made: list[Any], work: _Work, writer: NoSlot) -> Any:
+    def _pack(self, made: list[Any], work: _Work) -> Any:
         """Return a batch as it leaves this process, if it does; or the failure of that.
 
         Args:
             made: the batch, which nobody else here may hold: an array that lies in the slot is
                 copied if somebody does, since that may change it.
-            work: gets the time.
-            writer: takes its large buffers.
+            work: takes its large buffers, and the time.
         """
         batch = made.pop()
         if not self._environment.packs:
@@ -296,9 +296,9 @@ class Worker:
             self._environment.exit_fork()
         del batch  # the writer is to see what the dataset keeps of it
         if isinstance(packed, bytes):
-            writer.end([])
+            work.writer.end([])
         else:
-            packed = PackedBatch(packed.stream, writer.end(packed.buffers))
+            packed = PackedBatch(packed.stream, work.writer.end(packed.buffers))
         work.packing += time.perf_counter() - begin
         return packed
 
@@ -384,8 +384,9 @@ class Worker:
             key = info.seed, -1 - info.epoch, info.id, info.rank
             self._call(key, self._job.worker_init_fn, info)
 
-    def _read_batches(self, task: TaskMessage, work: _Work, writer: NoSlot) -> ShardReply:
+    def _read_batches(self, work: _Work) -> ShardReply:
         """Read the batches of a task of a shard, to its end; see :meth:`_make_batches`."""
+        task = work.task
         assert task.shard is not None
         # What makes the stream ready may end this process, too.
         self._environment.beat(task.id, -1 if task.shard.first else 0, work.began)
@@ -398,10 +399,10 @@ class Worker:
         for n in range(len(task.items)):
             work.item = n
             self._environment.beat(task.id, n, work.done_at)
-            writer.begin()
+            work.writer.begin()
             try:
                 self._leave_out_suspects(task, n)
-                made = [self._read(task, work, reader)]
+                made = [self._read(work, reader)]
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
                 when = ""
@@ -411,8 +412,8 @@ class Worker:
             else:
                 if made[0] is END:
                     break
-                outcome = self._pack(made, work, writer)
-            self._add(outcome, work, writer)
+                outcome = self._pack(made, work)
+            self._add(outcome, work)
             del outcome
             work.fingerprints.append(reader.last_fingerprint)
         state = self._end_stream_task(reader, work.outcomes)
@@ -420,7 +421,7 @@ class Worker:
             ended=reader.ended, state=state, fingerprints=work.fingerprints, reread=work.reread
         )
 
-    def _read(self, task: TaskMessage, work: _Work, reader: ShardReader) -> Any:
+    def _read(self, work: _Work, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
         self.info = reader.info
         batch = current_batch(self.info)
@@ -430,11 +431,12 @@ class Worker:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(), reader.restore)
         if not work.item and not reader.ended:
-            self._pass_over(task, work, reader)
+            self._pass_over(work, reader)
         return self._call(reader.begin(), reader.fetch)
 
-    def _pass_over(self, task: TaskMessage, work: _Work, reader: ShardReader) -> None:
+    def _pass_over(self, work: _Work, reader: ShardReader) -> None:
         """Read what was delivered before, without making batches of it."""
+        task = work.task
         shard = task.shard
         assert shard is not None
         if reader.next_ordinal >= shard.first:
