@@ -260,8 +260,9 @@ class PoolFactory:
         return str(self.executor)
 
     @property
-    def _is_on_this_machine(self) -> bool:
-        return not isinstance(self.executor, Executor) or is_local(self.executor)
+    def _has_local_processes(self) -> bool:
+        """Whether workers are known to be processes of this machine."""
+        return self.executor == "process" or is_local(self.executor)
 
     def make(self, infos: list[WorkerInfo], *, max_in_flight: int, share: int) -> Pool:
         """Make a pool.
@@ -277,15 +278,12 @@ class PoolFactory:
             return InlinePool(infos=infos, job=self.job)
         if executor == "thread":
             return ThreadPool(infos=infos, job=self.job)
-        is_foreign = isinstance(executor, Executor)
-        is_here = is_foreign and is_in_process(executor)
-        if not is_here and self.sent is None:
+        if self.kind != "thread" and self.sent is None:
             self.send_job(num_workers, infos[0].seed)
         slots = None
-        has_slots = self.budget != 0 and not is_here and self._is_on_this_machine
-        if has_slots and can_be_nameless():
+        if self.budget != 0 and self._has_local_processes and can_be_nameless():
             slots = Slots(self.budget, max_in_flight, share=share)
-        if is_foreign:
+        if isinstance(executor, Executor):
             assert not isinstance(self.sent, ForkedJob)
             return ForeignPool(
                 infos=infos,
@@ -316,7 +314,7 @@ class PoolFactory:
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
             start_fork_server(self.context, sent.modules, seed)
-        if not self._is_on_this_machine:
+        if not self._has_local_processes:
             self.job_sender = JobSender(self.executor, sent)
         elif self.sent is None:  # it is said once
             self._look_for_room(sent.size, num_workers)
