@@ -567,6 +567,11 @@ class ProcessPool(RemotePool):
         self._closed = False
         _pools.add(self)
 
+    @property
+    def _last(self) -> _Executor | None:
+        """The executor that takes tasks; None if there is none, or it is leaving."""
+        return next((each for each in self._executors[-1:] if not each.leaving), None)
+
     def _current(self) -> _Executor:
         """The executor that takes tasks, a new one if need be."""
         if self._closed:
@@ -579,10 +584,12 @@ class ProcessPool(RemotePool):
                 "it is unpickled, at worker_init_fn, and at the machine's memory and limits"
                 + wrong_executable(self.context.get_start_method())
             )
-        if not self._executors or self._executors[-1].leaving:
+        executor = self._last
+        if executor is None:
             with interrupts_held():  # it would leave what is open by then
-                self._executors.append(self._new_executor())
-        return self._executors[-1]
+                executor = self._new_executor()
+                self._executors.append(executor)
+        return executor
 
     def _new_executor(self) -> _Executor:
         refuse_avalanche()
@@ -666,20 +673,20 @@ class ProcessPool(RemotePool):
     def renew(self, pid: int, why: str) -> None:
         with self._lock:
             # Others are leaving already: all that they still send says the same.
-            current = [each for each in self._executors[-1:] if not each.leaving]
-            workers = [worker for executor in current for worker in executor.workers]
-            if pid in [worker.pid for worker in workers]:
+            executor = self._last
+            if executor is not None and pid in [worker.pid for worker in executor.workers]:
                 logger.warning(
                     "%s: all workers are replaced, as soon as they have done what they were given",
                     why,
                 )
-                self.replaced += len(workers)
-                self.replace_workers()
+                self.replaced += len(executor.workers)
+                executor.leave(drop=False)
 
     def replace_workers(self) -> None:
         with self._lock:
-            if self._executors and not self._executors[-1].leaving:
-                self._executors[-1].leave(drop=False)
+            executor = self._last
+            if executor is not None:
+                executor.leave(drop=False)
 
     def needs(self, thread: threading.Thread) -> bool:
         return any(executor.needs(thread) for executor in snapshot(self._executors))
