@@ -443,8 +443,10 @@ def forget(mark: str) -> None:
     """Let a job go. Another's worker may be making a batch meanwhile."""
     job = loaded_jobs.pop(mark, None)
     if job is not None:
-        current.stop_serving(getattr(job.store, "worker", None))
-        del job
+        worker = getattr(job.store, "worker", None)
+        if current.process_worker is worker:  # else the threads belong to another by now
+            current.process_worker = None
+        del job, worker
         gc.collect()  # a dataset may be in a cycle
 
 

@@ -23,10 +23,3 @@ def get_worker_info() -> WorkerInfo | None:
     if info is None and process_worker is not None:
         info = process_worker.info
     return info
-
-
-def stop_serving(worker: Worker | None) -> None:
-    """Let a worker go, unless the threads belong to another by now."""
-    global process_worker
-    if process_worker is worker:
-        process_worker = None

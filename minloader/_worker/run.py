@@ -248,8 +248,7 @@ class Worker:
             try:
                 self._leave_out_suspects(task, n)
                 begin_batch(self.info, task.epoch, task.ordinal + n)
-                if type(item) is bytes:
-                    item = self._environment.unpack_item(item)
+                item = self._environment.unpack_item(item)
                 if type(maker.early_reads) is not list:
                     raise maker.early_reads
                 key = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
