@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from operator import attrgetter, methodcaller
 from random import Random
 from types import (
     BuiltinMethodType,
@@ -80,20 +81,12 @@ class Kind(NamedTuple):
     lock: Callable[[Any], Any] | None = None
 
 
-def _numpy_state(generator: Any) -> Any:
-    return generator.bit_generator.state
-
-
 def _put_numpy_back(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
 def _seed_numpy(generator: Any, value: int) -> None:
     generator.bit_generator.state = type(generator.bit_generator)(value).state
-
-
-def _legacy_state(generator: Any) -> Any:
-    return generator.get_state(legacy=False)
 
 
 def _seed_legacy(generator: Any, value: int) -> None:
@@ -107,24 +100,24 @@ def _seed_torch(generator: Any, value: int) -> None:
 
 
 _PYTHON = Kind(
-    lambda generator: generator.getstate(),
+    methodcaller("getstate"),
     lambda generator, state: generator.setstate(state),
     lambda generator, value: generator.seed(value),
 )
 _NUMPY = Kind(
-    _numpy_state,
+    attrgetter("bit_generator.state"),
     _put_numpy_back,
     _seed_numpy,
-    lambda generator: generator.bit_generator.lock,
+    attrgetter("bit_generator.lock"),
 )
 _LEGACY = Kind(
-    _legacy_state,
+    methodcaller("get_state", legacy=False),
     lambda generator, state: generator.set_state(state),
     _seed_legacy,
-    lambda generator: generator._bit_generator.lock,
+    attrgetter("_bit_generator.lock"),
 )
 _TORCH = Kind(
-    lambda generator: generator.get_state(),
+    methodcaller("get_state"),
     lambda generator, state: generator.set_state(state),
     _seed_torch,
 )
