@@ -147,7 +147,11 @@ def _end_from_outside() -> None:
 
 def kill_descendants() -> None:
     """Kill all that this process started, and what that started."""
-    for pid in _descendants(os.getpid()):
+    _kill_each(_descendants(os.getpid()))
+
+
+def _kill_each(pids: list[int]) -> None:
+    for pid in pids:
         _send(partial(os.kill, pid), "SIGKILL")
 
 
@@ -173,8 +177,7 @@ def kill_trees(leaders: Mapping[int, Callable[[int], None]]) -> list[int]:
         for pid, send in leaders.items():
             kill_group(pid)
             _send(send, "SIGKILL")
-        for pid in descendants:
-            _send(partial(os.kill, pid), "SIGKILL")
+        _kill_each(descendants)
     return descendants
 
 
@@ -241,8 +244,7 @@ def kill_marked(name: str, value: str) -> list[int]:
     """
     mark = f"{name}={value}".encode()
     pids = [pid for pid, environment in _read_all("environ") if mark in environment.split(b"\0")]
-    for pid in pids:
-        _send(partial(os.kill, pid), "SIGKILL")
+    _kill_each(pids)
     return pids
 
 
