@@ -233,9 +233,6 @@ class ForeignPool(RemotePool):
             may_be_remote=self.sender is not None,
         )
         sent: Future[Any]  # of a reply, or of JobMissing
-        if self.sender is None:
-            sent = self.executor.submit(run_task, reference, task)
-            return sent
         if isinstance(task.job, Exception):
             raise task.job
         attachment: Attachment | None = task.job
@@ -245,7 +242,8 @@ class ForeignPool(RemotePool):
             options = self._options | attachment.options
             bare = task._replace(job=None)
             sent = self.executor.submit(run_task, reference, bare, attachment.data, **options)
-        sent.add_done_callback(self.sender.look)  # before whoever sends the task again
+        if self.sender is not None:
+            sent.add_done_callback(self.sender.look)  # before whoever sends the task again
         return sent
 
     def is_death(self, error: BaseException) -> bool:
