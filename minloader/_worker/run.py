@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from minloader._checks import WHOLE_ITEM, reads_at_once, snapshot
@@ -310,11 +309,10 @@ class Worker:
             # Copies: what is raised has frames, which would stay as long as the task.
             is_packed = type(suspects) is bytes
             maker.suspects = unpack(suspects) if is_packed else copy.deepcopy(suspects)
-            maker.begin_sample = partial(self._begin_sample, task.id, n)
-
-    def _begin_sample(self, task_id: int, n: int) -> None:
-        """Have the time that a batch may take begin anew."""
-        self._environment.beat(task_id, n, time.perf_counter())
+            beat = self._environment.beat
+            task_id = task.id
+            # The time that a batch may take begins anew with each of them.
+            maker.begin_sample = lambda: beat(task_id, n, time.perf_counter())
 
     def _call(self, key: BatchKey, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
