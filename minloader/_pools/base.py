@@ -290,11 +290,11 @@ class InlinePool(Pool):
 
     def replace_workers(self) -> None:
         if self._worker is not None:
-            in_turn(self._worker.rewind)  # those that come are sent the user's own object
+            in_turn(self._worker.readers.rewind)  # those that come are sent the user's own object
 
     def end(self, deadline: float) -> None:
         super().end(deadline)
         worker = self._worker
         self._worker = None  # a stream that was left has files open, or programs
         if worker is not None:
-            worker.put_back()  # as it is where workers have copies of it
+            worker.readers.put_back()  # as it is where workers have copies of it

@@ -110,6 +110,7 @@ class Worker:
         id: number of the worker in its replies.
         reads_ahead: whether the samples of a task can be read before it is made, by
             :meth:`begin_reading`.
+        readers: those of the shards of a stream.
     """
 
     def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
@@ -131,17 +132,13 @@ class Worker:
         # By task: for each item the futures of its samples, or an error.
         self._early_reads: dict[int, list[Any]] = {}
         self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream
-        self._readers = ShardReaders(maker=self._maker, info=info, environment=environment)
+        self.readers = ShardReaders(maker=self._maker, info=info, environment=environment)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.options.is_stream:
             try:
                 self._call((info.seed, -1, info.id, info.rank), job.worker_init_fn, info)
             except BaseException as error:  # for the first task: raised here, it breaks the pool
                 self._init_failure = self._failure(error, "in worker_init_fn", fatal=True)
-
-    def close(self) -> None:
-        """Close the streams that are being read, which may have a ``finally`` or ``with``."""
-        self._readers.close()
 
     def begin_reading(self, task: TaskMessage) -> None:
         """Begin to read the samples of a task, before or when it is made."""
@@ -366,14 +363,6 @@ class Worker:
 
     # --- streams
 
-    def rewind(self) -> None:
-        """Put a stream back to where it was before it was read, for other workers."""
-        self._readers.rewind()
-
-    def put_back(self) -> None:
-        """Put a stream back to where it was before it was read: nobody reads on here."""
-        self._readers.put_back()
-
     def _prepare(self, info: WorkerInfo) -> None:
         """Call ``worker_init_fn`` for a copy of the stream, which a shard is read in."""
         self.info = info
@@ -388,7 +377,7 @@ class Worker:
         # What makes the stream ready may end this process, too.
         self._environment.beat(task.id, -1 if task.shard.first else 0, work.began)
         try:
-            reader = self._readers.find(task.shard, task.epoch, self._prepare)
+            reader = self.readers.find(task.shard, task.epoch, self._prepare)
         except BaseException as error:
             when = "when the stream was made ready, by worker_init_fn if there is one"
             work.outcomes.append(self._failure(error, when, fatal=True))

@@ -131,7 +131,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         taken = environment.memory_at_start
         current.process_worker = worker
         # Before what it has started is killed: the stream may need that to end.
-        multiprocessing.util.Finalize(None, worker.close, exitpriority=150)
+        multiprocessing.util.Finalize(None, worker.readers.close, exitpriority=150)
         beat(READY, 0, time.perf_counter())
         limit = job.options.memory_limit
         if limit is not None and taken > limit:
