@@ -413,7 +413,7 @@ class Worker:
         batch = current_batch(self.info)
         batch.is_of_stream = True
         batch.seeds_globals = self._environment.seeds_globals
-        if not reader.next_ordinal and reader.iterator is None and not reader.ended:
+        if reader.iterator is None and not reader.ended:
             # Seeded as at the beginning: `iter` may draw an order.
             self._call(reader.begin(), reader.restore)
         if not work.item and not reader.ended:
