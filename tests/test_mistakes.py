@@ -33,6 +33,7 @@ from minloader import (
     get_worker_info,
     pad_collate,
     prefetch,
+    sliced,
 )
 from minloader._checks import OTHER_NAMES
 
@@ -402,6 +403,34 @@ def test_what_a_class_sets_to_none_it_has_not(wrap):
     loader = Loader(wrap(OneByOne()), Untold([[1, 2]]), num_workers=0, collate_fn=list)
     assert list(loader) == [[1, 4]]
     assert loader.state_dict()["epoch"] == 1
+
+
+class Negated:
+    """Has samples of its own, and hands on what else it is asked for."""
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [-index]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ManyAlone(), name)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "item"),
+    [
+        (lambda each: each, 1),
+        (lambda each: Concatenated([each]), 1),
+        (partial(cached, bytes=10_000), 1),
+        (sliced, (1, 0, 1)),
+    ],
+    ids=["itself", "Concatenated", "cached", "sliced"],
+)
+def test_a_wrapper_with_samples_of_its_own_is_not_passed_by(wrap, item):
+    loader = Loader(wrap(Negated()), [[item]], num_workers=0, collate_fn=list)
+    assert list(loader) == [[[-1]]]
 
 
 # --- which sample it was ---------------------------------------------------------------------

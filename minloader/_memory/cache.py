@@ -38,7 +38,7 @@ from minloader._checks import (
     check_int,
     check_samples,
     format_bytes,
-    has_method,
+    has_getitems,
     has_samples,
     is_stream,
     reader_of,
@@ -158,7 +158,7 @@ class cached:  # noqa: N801  # used as a function
 
     @property
     def __getitems__(self) -> Callable[[list[Any]], list[Any]]:
-        if not has_method(self.dataset, "__getitems__"):
+        if not has_getitems(self.dataset):
             raise AttributeError("the dataset has no __getitems__")
         return partial(self._get, make=self.dataset.__getitems__)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from minloader._checks import brief_repr, check_samples, has_getitem, has_method
+from minloader._checks import brief_repr, check_samples, has_getitem, has_getitems
 
 
 class Concatenated:
@@ -83,7 +83,7 @@ class Concatenated:
 
         Otherwise they are fetched one by one, so that an error names its sample.
         """
-        if not any(has_method(dataset, "__getitems__") for dataset in self.datasets):
+        if not any(map(has_getitems, self.datasets)):
             raise AttributeError("none of the datasets has __getitems__")
         return self._fetch
 
@@ -97,7 +97,7 @@ class Concatenated:
 
     def _samples(self, part: int, indices: list[Any]) -> list[Any]:
         dataset = self.datasets[part]
-        if not has_method(dataset, "__getitems__"):
+        if not has_getitems(dataset):
             return [dataset[index] for index in indices]
         return check_samples(dataset.__getitems__(indices), indices)
 

@@ -10,7 +10,7 @@ from minloader._checks import (
     brief_repr,
     check_dataset,
     check_samples,
-    has_method,
+    has_getitems,
     reader_of,
 )
 from minloader._sampling.collate import numbers_as_array
@@ -45,7 +45,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
     @property
     def __getitems__(self) -> Callable[[list[tuple[Any, int, int]]], list[Any]]:
         """Fetches several at a time; there if the dataset can do so."""
-        if not has_method(self.dataset, "__getitems__"):
+        if not has_getitems(self.dataset):
             raise AttributeError("the dataset has no __getitems__")
         fetch = self.dataset.__getitems__
 
