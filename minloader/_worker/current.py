@@ -20,6 +20,7 @@ def get_worker_info() -> WorkerInfo | None:
     ``num_workers=0``, in the thread that makes the batch, while it makes one.
     """
     info = current_info.get()
-    if info is None and process_worker is not None:
-        info = process_worker.info
+    worker = process_worker  # once: another thread may let it go meanwhile
+    if info is None and worker is not None:
+        info = worker.info
     return info
