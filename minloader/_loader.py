@@ -28,7 +28,7 @@ from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventFile, EventLog
 from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._sampling.batch import BatchSampler
-from minloader._sampling.ranks import rank_of, rank_of_stream
+from minloader._sampling.ranks import dealer_of, rank_of_stream
 from minloader._worker.batch_maker import OnSampleError, sample_error_handler
 from minloader._worker.messages import Job, JobOptions, WorkerInfo
 
@@ -198,7 +198,7 @@ class Loader(Generic[B]):
                 keep_last=last_batch == "keep",
                 on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
-                rank=rank_of_stream(dataset) if is_stream else rank_of(made),
+                rank=rank_of_stream(dataset) if is_stream else dealer_of(made).rank,
                 seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
                 without_processes=self._without_processes,
             ),

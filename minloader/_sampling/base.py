@@ -427,5 +427,5 @@ class Sampler(Resettable):
 
     def _derive(self, *case: int) -> int:
         """Return what an epoch, or a part of it, is shuffled by: the numbers say which."""
-        depth = sum(1 for _ in with_inner(self))  # another one than a sampler of the kind below
+        depth = len(with_inner(self))  # another one than a sampler of the kind below
         return derive("order", type(self).__name__, depth, self.seed, *case)

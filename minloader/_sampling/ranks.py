@@ -8,60 +8,59 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from minloader._sampling.source import Resettable
 
 
-def with_inner(sampler: Any) -> Iterator[Any]:
-    """Yield a sampler, and the samplers that it reads, as far as it shows them."""
-    found = [sampler]
+def with_inner(sampler: Any) -> list[Any]:
+    """Return a sampler, and the samplers that it reads, as far as it shows them."""
+    return _with_parts(sampler, _inner_samplers)
+
+
+def _inner_samplers(sampler: Any) -> list[Any]:
+    # As torch, Accelerate and minloader name it; as lhotse does; and the parts of a mixture.
+    inner = [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    several = getattr(sampler, "samplers", None)
+    if isinstance(several, list | tuple):
+        inner += several
+    if isinstance(sampler, Resettable):
+        inner += sampler.inner_samplers()
+    return inner
+
+
+def _inner_streams(stream: Any) -> list[Any]:
+    # As minloader, and torch, name it; and where HF's split_dataset_by_node notes the rank.
+    return [getattr(stream, name, None) for name in ("stream", "dataset", "_distributed")]
+
+
+def _with_parts(whole: Any, parts_of: Callable[[Any], list[Any]]) -> list[Any]:
+    """Return something and its parts, and theirs, each once. None is no part."""
+    found = [whole]
     for each in found:
-        yield each
-        # As torch, Accelerate and minloader name it; as lhotse does; and the parts of a mixture.
-        inner = [getattr(each, "batch_sampler", None), getattr(each, "sampler", None)]
-        several = getattr(each, "samplers", None)
-        if isinstance(several, list | tuple):
-            inner += several
-        if isinstance(each, Resettable):
-            inner += each.inner_samplers()
-        _add_new(found, inner)
-
-
-def _add_new(found: list[Any], more: Sequence[Any]) -> None:
-    """Add what is there, and not yet in the list."""
-    for one in more:
-        if one is not None and not any(one is known for known in found):
-            found.append(one)
-
-
-def _with_inner_streams(stream: Any) -> Iterator[Any]:
-    """Yield a stream, and what it reads, as far as it shows that."""
-    found = [stream]
-    for each in found:
-        yield each
-        # As minloader, and torch, name it; and where HF's split_dataset_by_node notes the rank.
-        names = ("stream", "dataset", "_distributed")
-        _add_new(found, [getattr(each, name, None) for name in names])
+        for part in parts_of(each):
+            if part is not None and not any(part is known for known in found):
+                found.append(part)
+    return found
 
 
 class Dealer(NamedTuple):
     """Who deals an epoch out to ranks.
 
     Attributes:
-        by: the sampler or stream that does.
+        by: the sampler or stream that does; None: none does.
         ranks: how many there are.
         rank: that of this process.
     """
 
-    by: Any
-    ranks: int
-    rank: int
+    by: Any = None
+    ranks: int = 1
+    rank: int = 0
 
 
-def _dealer(found: Iterable[Any]) -> Dealer | None:
-    """Return the first of some samplers or streams that deals an epoch out; None if none does."""
+def _dealer(found: Iterable[Any]) -> Dealer:
+    """Return the first of some samplers or streams that deals an epoch out."""
     # As torch, Accelerate, minloader and detectron2 name it.
     words = {
         "num_replicas": "rank",
@@ -75,7 +74,7 @@ def _dealer(found: Iterable[Any]) -> Dealer | None:
             if ranks is not None and ranks > 1:
                 rank = _whole_number(getattr(each, of_one, None)) or 0
                 return Dealer(by=each, ranks=ranks, rank=rank)
-    return None
+    return Dealer()
 
 
 def _whole_number(value: Any) -> int | None:
@@ -86,16 +85,15 @@ def _whole_number(value: Any) -> int | None:
         return None
 
 
-def ranks_of(sampler: Any) -> int:
-    """Return how many ranks a sampler deals an epoch out to."""
-    dealer = _dealer(with_inner(sampler))
-    return 1 if dealer is None else dealer.ranks
+def dealer_of(sampler: Any) -> Dealer:
+    """Return who deals the epochs of a sampler out to ranks."""
+    return _dealer(with_inner(sampler))
 
 
 def ranks_as_text(sampler: Any) -> str | None:
     """Return what tells samplers apart that deal an epoch out to ranks; None of any other."""
-    dealer = _dealer(with_inner(sampler))
-    if dealer is None:
+    dealer = dealer_of(sampler)
+    if dealer.by is None:
         return None
     seed = _whole_number(getattr(dealer.by, "seed", None))
     return f"{dealer.ranks} ranks" if seed is None else f"{dealer.ranks} ranks, seed {seed}"
@@ -106,21 +104,15 @@ def is_of_ranks(text: str) -> bool:
     return " ranks" in text
 
 
-def rank_of(sampler: Any) -> int:
-    """Return the rank that a sampler deals an epoch out to; 0 if it deals to none."""
-    dealer = _dealer(with_inner(sampler))
-    return 0 if dealer is None else dealer.rank
-
-
 def rank_of_stream(stream: Any) -> int:
     """Return the rank that a stream is read for: its own, or else that of the process."""
-    found = list(_with_inner_streams(stream))
+    found = _with_parts(stream, _inner_streams)
     if any(type(each).__name__ == "IterableDatasetShard" for each in found):
         # Accelerate's, and of HF's Trainer: each rank reads all, and takes its part of it. Ranks
         # that drew other numbers would read other orders, and have other parts of them.
         return 0
     dealer = _dealer(found)
-    return _rank_of_process() if dealer is None else dealer.rank
+    return _rank_of_process() if dealer.by is None else dealer.rank
 
 
 def _rank_of_process() -> int:

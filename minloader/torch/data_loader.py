@@ -37,7 +37,7 @@ from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventLog
 from minloader._loader import Loader
 from minloader._memory.files import interrupts_held
-from minloader._sampling.ranks import ranks_of, with_inner
+from minloader._sampling.ranks import dealer_of, with_inner
 from minloader._sampling.source import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
@@ -331,7 +331,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def total_batch_size(self) -> int | None:
         """Number of samples in the batches of all ranks; None if the loader does not batch."""
         size = self.batch_size or getattr(self.batch_sampler, "batch_size", None)
-        return None if size is None else size * ranks_of(self._index_sampler)
+        return None if size is None else size * dealer_of(self._index_sampler).ranks
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers, and the dataset, the number of the epoch, as far as they want it."""
@@ -605,8 +605,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             return "state"
-        stream = isinstance(self.dataset, IterableDataset)
-        if distributed.get_world_size() == 1 or (not stream and ranks_of(self._index_sampler) > 1):
+        if distributed.get_world_size() == 1 or dealer_of(self._index_sampler).ranks > 1:
             return "state"
         return f"rank{distributed.get_rank()}"
 
