@@ -296,8 +296,12 @@ class Sampler(Resettable):
 
     def _history(self, run_state: RunState) -> list[list[Any]]:
         """Return the ``world_size_history``, with this world size at its end."""
-        own = [getattr(self, name) for name in self._dealt_by]
+        own = self._limits().values()
         return [*run_state["world_size_history"], [*own, run_state["batches"]]]
+
+    def _limits(self) -> dict[str, Any]:
+        """Return what steps are dealt out by."""
+        return {name: getattr(self, name) for name in self._dealt_by}
 
     # --- states
 
@@ -335,10 +339,6 @@ class Sampler(Resettable):
         arguments = {name: getattr(self, name) for name in names}
         return {"sampler": type(self).__name__, "version": VERSION, **arguments}
 
-    def _is_dealt_anew(self, state: dict[str, Any]) -> bool:
-        """Return whether steps were dealt out otherwise where a state is from."""
-        return any(state.get(name) != getattr(self, name) for name in self._dealt_by)
-
     def _check_allowed(self, allow: str | Iterable[str]) -> Sequence[str]:
         """Return the names of what may be another, or refuse them."""
         if not isinstance(allow, Iterable):
@@ -358,10 +358,9 @@ class Sampler(Resettable):
             self._check_source(state["epoch"], state["source"])
         except (LookupError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
-        is_anew = self._is_dealt_anew(state)
-        former = {name: state[name] for name in self._dealt_by} if is_anew else {}
+        former = {name: state[name] for name in self._dealt_by}
         self._check_limits(former.values())
-        return former
+        return {} if former == self._limits() else former
 
     def _check_limits(self, values: Iterable[Any]) -> None:
         """Refuse what steps cannot have been dealt out by where a state is from."""
