@@ -10,6 +10,7 @@ from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+from minloader._epochs.feed import is_of_drop_in
 from minloader._epochs.options import Options
 from minloader._loader import Loader
 from minloader._memory.slots import Slot, Slots
@@ -96,8 +97,7 @@ class Inspection:
 
         Then batches are made in one way by workers, and in another in the calling process.
         """
-        order = type(self._loader.sampler).__module__  # a look at the class would import torch
-        return isinstance(self._loader.dataset, Stream) or order == "minloader.torch.order"
+        return isinstance(self._loader.dataset, Stream) or is_of_drop_in(self._loader.sampler)
 
     @property
     def prefetch_factor(self) -> int:

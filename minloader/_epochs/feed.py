@@ -69,7 +69,7 @@ class SamplerSource(Source):
         Those of ours do. Another's may put it at the end of the one before.
         """
         items = self.items
-        return self.is_ours or (_is_of_drop_in(items) and isinstance(items.sampler, Sampler))
+        return self.is_ours or (is_of_drop_in(items) and isinstance(items.sampler, Sampler))
 
     @property
     def may_be_read_ahead(self) -> bool:
@@ -105,7 +105,7 @@ def _may_be_read_ahead(sampler: Any) -> bool:
     return kind in _BUILTIN or kind.__module__.partition(".")[0] in ("minloader", "numpy", "torch")
 
 
-def _is_of_drop_in(sampler: Any) -> bool:
+def is_of_drop_in(sampler: Any) -> bool:
     """Return whether it is what the drop-in reads the user's sampler by, without importing that."""
     return type(sampler).__module__ == "minloader.torch.order"
 

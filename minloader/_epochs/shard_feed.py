@@ -9,19 +9,17 @@ How many batches there are is known when a reply has fewer than were asked for: 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from typing import Any, Protocol
 
 from minloader._epochs.position import Check, LanePosition, SourceState
 from minloader._epochs.task import Task
+from minloader._sampling.source import pass_numbers
 from minloader._worker.messages import Failure, Reply, Shard, ordinal_in_epoch
 from minloader._worker.run import READING, READING_ON
 
 logger = logging.getLogger("minloader")
-
-_pass_numbers = itertools.count()
 
 
 class TaskQueue(Protocol):
@@ -62,7 +60,7 @@ class ShardFeed:
     def __init__(
         self, shard: int, total: int, epoch: int, position: LanePosition, follows: int | None
     ) -> None:
-        self.pass_number = next(_pass_numbers)
+        self.pass_number = next(pass_numbers)
         self.shard = shard
         self.total = total
         self.epoch = epoch
