@@ -434,7 +434,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 twice=self.num_workers > 0 and not stays,
                 told=self._told,
             )
-            kept = {number - 1, *self._under_way}
+            # After Ctrl-C epochs that there are iterators of are begun again.
+            kept = {number - 1}.union(*(each.under_way for each in self._loaders))
             order.starts = {each: order.starts[each] for each in kept & order.starts.keys()}
         elif not start.begun and number == self._number and start.told != self._told:
             start = start._replace(told=self._told)  # it was set since
@@ -442,10 +443,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         return start
 
     @property
-    def _under_way(self) -> set[int]:
-        """Numbers of the epochs that there are iterators of: after Ctrl-C they are begun again."""
-        loaders = self._former if self._loader is None else [*self._former, self._loader]
-        return set().union(*(each.under_way for each in loaders))
+    def _loaders(self) -> list[_Loader]:
+        """The loader, and those of iterators that were begun before and are in use."""
+        return [each for each in (*self._former, self._loader) if each is not None]
 
     @property
     def _number(self) -> int:
@@ -487,8 +487,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         else:
             trace = None if former.is_tracing(self.trace) else self.trace
             made = self._make(former.seed, trace)
-        known = [*self._former, *([] if former is None else [former])]
-        in_use = [each for each in known if each.is_in_use]
+        in_use = [each for each in self._loaders if each.is_in_use]
         made.serve_drop_in()
         if former is not None:
             if self._is_resumed:
@@ -679,9 +678,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def close(self) -> None:
         """End the workers at once, as happens when the loader is garbage-collected."""
         self._closed = True
-        for each in (*self._former, self._loader):
-            if each is not None:
-                each.close()
+        for each in self._loaders:
+            each.close()
 
     def __enter__(self) -> DataLoader[T]:
         return self
