@@ -482,15 +482,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             if former.is_idle:
                 former.renew_workers()
                 return former
+        in_use = [each for each in self._loaders if each.is_in_use]
         if former is None:
             made = self._make(self._next_seed(), self.trace)
         else:
             trace = None if former.is_tracing(self.trace) else self.trace
             made = self._make(former.seed, trace)
-        in_use = [each for each in self._loaders if each.is_in_use]
-        made.serve_drop_in()
-        if former is not None:
-            if self._is_resumed:
+            if former.is_resumed:
                 made.load_state_dict(former.state_dict())
             else:
                 made.set_epoch(former.epoch)
@@ -537,13 +535,16 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             options["collate_fn"] = collate_fn if stream else conventions.Collated(collate_fn)
         if workers and self.worker_init_fn is not None:
             options["worker_init_fn"] = conventions.WorkerInit(self.worker_init_fn)
-        if not stream:
-            return _Loader(self.dataset, self._order, **options)
-        if self.batch_size is not None:
-            last_batch = "discard" if self.drop_last else "keep"
-            options |= {"batch_size": self.batch_size, "last_batch": last_batch}
-        read_once = workers > 0 and not self.persistent_workers
-        return _Loader(conventions.Stream(self.dataset, read_once=read_once), **options)
+        dataset = self.dataset
+        if stream:
+            read_once = workers > 0 and not self.persistent_workers
+            dataset = conventions.Stream(dataset, read_once=read_once)
+            if self.batch_size is not None:
+                last_batch = "discard" if self.drop_last else "keep"
+                options |= {"batch_size": self.batch_size, "last_batch": last_batch}
+        made = _Loader(dataset, None if stream else self._order, **options)
+        made.serve_drop_in()
+        return made
 
     def _workers_collate(self) -> Callable[[Any], Any]:
         """Return the function that makes batches where they are made."""
@@ -571,9 +572,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if not self.num_workers:
             self.timeout = 0
         self._order = EpochOrder(self._index_sampler, self.generator)
-        made = self._make(0, self.trace)
-        made.serve_drop_in()
-        return made
+        return self._make(0, self.trace)
 
     # --- state
 
