@@ -123,12 +123,6 @@ class Source:
         # One with epochs (lhotse's samplers) begins anew with each of them.
         return self.last_pass >= 0 and is_read_once(self.items) and not self.has_epochs
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether it is ours, and the iterator made last has not ended."""
-        run = self.items._run if isinstance(self.items, Resettable) else None
-        return run is not None and not run.ended
-
     def set_epoch(self, epoch: int) -> None:
         """Tell it the number of the epoch, if it wants to know."""
         if self.has_epochs:
@@ -156,7 +150,7 @@ class Source:
 
     def forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left, if it is ours."""
-        if isinstance(self.items, Resettable):
+        if self.is_ours:
             self.items._forget()
 
     def begin(self, pass_number: int) -> Iterator[Any]:
@@ -212,7 +206,8 @@ class Source:
 
     def state_before(self) -> Any:
         """Return its state before it was ever read here; None if it has none, or none yet."""
-        if self.is_under_way:
+        run = self.items._run if self.is_ours else None
+        if run is not None and not run.ended:
             self.forget()  # somebody has looked: the next epoch begins anew all the same
         state = self.state_between()
         if state is not None:
@@ -244,7 +239,7 @@ class Source:
     @property
     def _last_change(self) -> Any:
         """Of a sampler of ours the iterator made last, or else what was loaded last."""
-        if not isinstance(self.items, Resettable):
+        if not self.is_ours:
             return None
         return self.items._begins_at if self.items._run is None else self.items._run
 
@@ -366,7 +361,7 @@ class ItemSource(Source):
         check_int(f"items read of {self.name}", read, 0)
         if state is None:
             return
-        if isinstance(self.items, Resettable):
+        if self.is_ours:
             self.items._check(state, ())
         elif not is_stateful(self.items):
             raise ValueError(
