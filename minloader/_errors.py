@@ -112,12 +112,8 @@ class BatchTimeout(BatchError):
 class OriginalTraceback(Exception):
     """Carries a traceback as text, such as a worker's: the cause of an error raised here."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
     def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
+        return f'\n"""\n{self.args[0]}"""'
 
 
 def summary(error: BaseException) -> str:
