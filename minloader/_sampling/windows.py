@@ -26,6 +26,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import islice, starmap
 from numbers import Integral, Real
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,8 @@ class PlannedWindow:
     """The batches of a window with one world size. They are planned as they are asked for.
 
     Args:
-        begin: begins to plan: returns an iterator over the plans.
+        begin: begins to plan: returns an iterator over the plans, each behind the number of batches
+            up to its end.
         entries: which entries of the window are planned.
         batches_before: number of batches that each rank was given before these.
         ranks: how many there are.
@@ -100,7 +102,7 @@ class PlannedWindow:
 
     def __init__(
         self,
-        begin: Callable[[], Iterator[Plan]],
+        begin: Callable[[], Iterator[tuple[int, Plan]]],
         entries: NDArray[Any],
         batches_before: int,
         ranks: int,
@@ -112,32 +114,27 @@ class PlannedWindow:
         self._entries = entries
         self._ranks = ranks
         self._lock = threading.RLock()  # another thread may ask for the length
-        self._next_plans: Iterator[Plan] | None = None
-        self._plans: list[Plan] = []
-        self._ends: list[int] = []  # number of batches up to the end of each plan
+        self._next_plans: Iterator[tuple[int, Plan]] | None = None
+        self._plans: list[tuple[int, Plan]] = []
 
     def _plan_more(self) -> bool:
         """Plan the next steps; return whether there are any."""
         if self._next_plans is None:
             self._plans.clear()
-            self._ends.clear()
             self._next_plans = self._begin()
-        before = len(self._ends)
+        before = len(self._plans)
         try:
             # In one step, which nothing interrupts.
             self._plans.extend(islice(self._next_plans, 1))
         except BaseException:
             self._next_plans = None  # an iterator that was interrupted is over: plan again
             raise
-        while len(self._ends) < len(self._plans):
-            _, starts, _ = self._plans[len(self._ends)]
-            self._ends.append(self._num_planned + len(starts))
-        return len(self._ends) > before
+        return len(self._plans) > before
 
     @property
     def _num_planned(self) -> int:
         """Number of batches that are planned, of all ranks."""
-        return self._ends[-1] if self._ends else 0
+        return self._plans[-1][0] if self._plans else 0
 
     def _plan_all(self) -> None:
         while self._plan_more():
@@ -153,9 +150,9 @@ class PlannedWindow:
             while number >= self._num_planned:
                 if not self._plan_more():
                     return None
-            at = bisect_right(self._ends, number)
-            first = self._ends[at - 1] if at else 0
-            numbers, starts, stops = self._plans[at]
+            at = bisect_right(self._plans, number, key=itemgetter(0))
+            end, (numbers, starts, stops) = self._plans[at]
+        first = end - len(starts)
         span = slice(starts[number - first], stops[number - first])
         return self._entries[numbers[span]]
 
@@ -171,7 +168,7 @@ class PlannedWindow:
         """Number of samples of the window that no rank gets."""
         with self._lock:
             self._plan_all()
-            given = sum(int((stops - starts).sum()) for _, starts, stops in self._plans)
+            given = sum(int((stops - starts).sum()) for _, (_, starts, stops) in self._plans)
             return self.num_samples - given
 
 
@@ -425,9 +422,14 @@ class WindowSampler(Sampler):
             self._last_planned = (key, planned)
         return planned
 
-    def _plans_of(self, costs: NDArray[Any], case: tuple[int, ...], by: Any) -> Iterator[Plan]:
-        """Begin to plan entries, in the order of a case."""
-        return self._plan(costs, np.random.default_rng(self._derive(*case)), by)
+    def _plans_of(
+        self, costs: NDArray[Any], case: tuple[int, ...], by: Any
+    ) -> Iterator[tuple[int, Plan]]:
+        """Yield the plans of entries in the order of a case, as :class:`PlannedWindow` has them."""
+        end = 0
+        for plan in self._plan(costs, np.random.default_rng(self._derive(*case)), by):
+            end += len(plan[1])
+            yield end, plan
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan that was begun is planned again.
