@@ -40,7 +40,8 @@ class KeepLoaderState(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for loader in _loaders(trainer):
             _check_length(loader)
-        (states, was_last), self._loaded = self._loaded or ([], False), None
+        states, was_last = self._loaded or ([], False)
+        self._loaded = None
         for loader, state in zip(_loaders(trainer) if states else [], states, strict=True):
             loader.load_state_dict(state)
             if was_last:  # Lightning begins the next epoch: leave the empty rest behind
