@@ -503,12 +503,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     def _next_seed(self) -> int:
         """Return the seed that torch's loader draws, which is drawn as the epoch begins."""
-        with torch.random.fork_rng(devices=[]):
-            generator = self.generator
-            if generator is not None:
-                generator = torch.Generator(generator.device)
-                generator.set_state(self.generator.get_state())
+        generator = self.generator or torch.default_generator
+        before = generator.get_state()
+        try:
             return draw_seed(generator)
+        finally:
+            generator.set_state(before)
 
     def _make(self, seed: int, trace: str | os.PathLike[str] | None) -> _Loader:
         workers = self.num_workers

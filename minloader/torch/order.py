@@ -309,12 +309,14 @@ class EpochOrder(Order):
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, which seeds the generators."""
         super().set_epoch(epoch)
-        with torch.random.fork_rng(devices=[]):
-            for generator in (torch.default_generator, *self.generators):
-                generator.manual_seed(epoch)
-            own = [each.get_state() for each in self.generators]
-            shared = torch.get_rng_state()
+        own = [_seeded(each.device, epoch) for each in self.generators]
+        shared = _seeded("cpu", epoch)
         self.starts = {epoch: Start(own, shared, seeded=False, twice=False, told=None)}
+
+
+def _seeded(device: Any, seed: int) -> torch.Tensor:
+    """Return the state of a generator that was seeded."""
+    return torch.Generator(device).manual_seed(seed).get_state()
 
 
 def told_of(*all_told: Any, last: int | None) -> int | None:
