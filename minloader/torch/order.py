@@ -13,7 +13,6 @@ import itertools
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -176,9 +175,11 @@ class Order:
         for generator, state in zip(self.generators, start.own, strict=True):
             generator.set_state(state)
         try:
-            with nullcontext() if is_there else torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(start.shared)
-                return self._begun(start)
+            torch.set_rng_state(start.shared)
+            items = self._begun(start)
+            if not is_there:
+                torch.set_rng_state(before)
+            return items
         except BaseException:
             torch.set_rng_state(before)
             for generator, state in zip(self.generators, start.own, strict=True):
