@@ -64,8 +64,8 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
         fewer = f": num_workers={needed} would do" if needed < workers else ""
         return "own", f"the consumer is the limit: it {waited}{also_idle}{fewer}"
 
-    if stats.time.sampler > wait / 2:
-        each = format_seconds(stats.time.sampler / stats.batches)
+    if times.sampler > wait / 2:
+        each = format_seconds(times.sampler / stats.batches)
         limit = f"the sampler is the limit: it takes {each} a batch"
         return "draw", f"{limit}; the consumer {waited}{also_idle}"
 
@@ -78,7 +78,7 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
         return "transport", f"the consumer {waited}, and {pipe}"
     if not workers:
         return stage, f"{limit}: the consumer {waited}; num_workers=1 makes batches meanwhile"
-    if busy > 0.6 and stats.time.work > LITTLE_WORK * stats.batches:
+    if busy > 0.6 and times.work > LITTLE_WORK * stats.batches:
         who = "the worker was" if workers == 1 else f"all {workers} workers were"
         advice = _speed_up(stats, stage, total, more)
         return stage, f"{limit}: {who} busy {share(busy)}, the consumer {waited}; {advice}"
