@@ -211,11 +211,10 @@ class Audit:
     def run(self, workers: set[int]) -> AuditReport:
         """Do all runs, those first that have the fewest reasons to differ."""
         with self._make() as loader:
-            executor = inspect(loader).executor
+            view = inspect(loader)
             workers = workers | {loader.num_workers}
             inline = loader.num_workers == 0
-            is_torchs = inspect(loader).is_torchs
-            counts = sorted(n for n in workers if not is_torchs or (n == 0) == inline)
+            counts = sorted(n for n in workers if not view.is_torchs or (n == 0) == inline)
             reference = AuditRun(f"num_workers={counts[0]}", counts[0])
             self._name = reference.name
             _start(loader, reference)
@@ -224,7 +223,7 @@ class Audit:
         if lengths[0] == 0:
             raise ValueError("the loader has no batches in epoch 0: there is nothing to compare")
         names = [self._name]
-        for run in self._other_runs(counts, executor, lengths[0]):
+        for run in self._other_runs(counts, view.executor, lengths[0]):
             self._compare(run)
             names.append(run.name)
         return AuditReport(lengths, names, list(self._generators))
@@ -314,16 +313,12 @@ def _start(loader: Loader, run: AuditRun) -> None:
     """Start all workers of a run, and leave an epoch early if it asks for that."""
     loader.num_workers = run.workers
     loader.start()
-    if run.kill >= 0:
-        view = inspect(loader)
-        view.change(
-            retries=view.options.retries + 1
-        )  # the batch of the killed worker must not fail
+    view = inspect(loader)
+    if run.kill >= 0:  # the batch of the killed worker must not fail
+        view.change(retries=view.options.retries + 1)
     # Each worker may make some of the batches only if all are there when the first is asked for.
     deadline = time.monotonic() + PATIENCE
-    while (
-        not all(each.is_ready for each in inspect(loader).workers) and time.monotonic() < deadline
-    ):
+    while not all(each.is_ready for each in view.workers) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     if run.leave:
         loader.set_epoch(0)
