@@ -807,6 +807,28 @@ def test_epochs_without_batches_end(make, argument):
             next(run(make(Guarded(faulty=[0, 1]), range(2), **options)))
 
 
+@pytest.mark.parametrize("n", [2, None])
+def test_the_epochs_are_over_behind_one_without_batches(make, n):
+    loader = make(Guarded(), OneEpoch())
+    run = loader.epochs(n)
+    with suppress(ValueError):  # of epochs that would go on for ever
+        assert [batch[0] for _, batch in run] == [0, 1]
+    assert list(run) == []
+    assert loader.epoch == loader.state_dict()["epoch"] == 2
+    loader.set_epoch(0)
+    assert [batch[0] for batch in loader] == [0, 1]
+
+
+class OneEpoch:
+    """Sampler whose epoch 0 alone has batches."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(0 if self.epoch else 2))
+
+
 # --- other numbers of workers --------------------------------------------------------------------
 
 

@@ -658,6 +658,7 @@ class Batches(Iterator[B], Generic[B]):
             if self.claims.staged:
                 raise StopIteration
             if self._begin_next(self, last) is None:
+                self._leave_epochs_before(last)  # they may be there yet: it may have no batches
                 last.is_over = True
                 self._is_over = True
                 raise StopIteration
@@ -698,6 +699,7 @@ class Batches(Iterator[B], Generic[B]):
                 epoch=epoch.number,
             )
         if self._is_endless:
+            self._leave_epochs_before(epoch)
             epoch.is_over = True
             self._is_over = True
             raise ValueError(
