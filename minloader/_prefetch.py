@@ -122,8 +122,8 @@ class Prefetched(Generic[B]):
         self._process = lifetimes.process
         self._is_over = False  # whether the consumer was told that there is no more
         self._taken: list[Any] = []  # a batch of the source that is not yet in ``_staged``
-        # Work in the thread, or an error of the source; and the state as of it.
-        self._staged: tuple[tuple[Work | Exception, Callable[[], Any]], ...] = ()
+        # The work on a batch, or an error of the source; and the state as of it.
+        self._staged: tuple[tuple[Work, Callable[[], Any]], ...] = ()
         self._state = self._state_now()
 
     def _state_now(self) -> Callable[[], Any]:
@@ -148,7 +148,7 @@ class Prefetched(Generic[B]):
         self._stage.refuse_own_thread()
         self._stage.check_open()
         while True:
-            self._stage.send([work for work, _ in self._staged if isinstance(work, Work)])
+            self._stage.send([work for work, _ in self._staged])
             if self._source is None or len(self._staged) > self._stage.depth:
                 break
             self._take(self._source)
@@ -157,15 +157,9 @@ class Prefetched(Generic[B]):
             self._state = self._state_now()
             self._stage.close()
             raise StopIteration
-        made, state = self._staged[0]
-        outcome: Any = None
-        error: BaseException | None
-        if isinstance(made, Exception):
-            error = made
-        else:
-            error, value = made.wait()
-            self._stage.check_open()  # another thread may have closed it meanwhile
-            outcome, error = self._stage.received(error, value)
+        work, state = self._staged[0]
+        outcome, error = self._stage.receive(work)
+        self._stage.check_open()  # another thread may have closed it meanwhile
         rest = self._staged[1:]
         # No call behind this line, so no Ctrl-C: the batch is the consumer's.
         self._staged = rest
@@ -175,22 +169,21 @@ class Prefetched(Generic[B]):
         try:
             raise error
         finally:
-            del error, made  # its traceback holds this frame
+            del error, work  # its traceback holds this frame
 
     def _take(self, source: Iterator[Any]) -> None:
         """Take a batch ahead of the consumer, or an error in its place."""
-        made: Work | Exception
         try:
             if not self._taken:
                 self._taken.extend(map(next, repeat(source, 1)))
             if not self._taken:
                 self._source = None
                 return
-            made = self._stage.work(self._taken[0])
+            work = self._stage.work(self._taken[0])
         except Exception as error:
             without_frames(error)
-            made = error
-        staged = (*self._staged, (made, self._state_now()))
+            work = self._stage.work(None, error)
+        staged = (*self._staged, (work, self._state_now()))
         nothing: list[Any] = []
         # Without a call in between, and so without Ctrl-C.
         self._staged = staged
@@ -209,9 +202,8 @@ class Prefetched(Generic[B]):
         """End the thread, waiting for it for a moment, and drop what is ready."""
         self._stage.close()
         self._source = None
-        for made, _ in self._staged:
-            if isinstance(made, Work):
-                made.drop()
+        for work, _ in self._staged:
+            work.drop()
         self._staged = ()
 
     def __enter__(self) -> Self:

@@ -8,11 +8,31 @@ from typing import Any
 
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed
-from minloader._epochs.lane import Claim, Lane
+from minloader._epochs.lane import Lane
 from minloader._epochs.position import Position, Tally
 from minloader._epochs.shard_feed import ShardFeed
-from minloader._epochs.stage import Stage, StagedClaim
+from minloader._epochs.stage import Stage, Work
+from minloader._epochs.task import Task
 from minloader._worker import lifetimes
+
+
+@dataclass(eq=False, slots=True, repr=False)
+class Claim:
+    """A batch, or an error in its place, that an iterator has taken for a consumer.
+
+    Attributes:
+        lane: where it was taken from.
+        task: that it is of; None of an error of the sampler.
+        ordinal: its place in the lane; -1 likewise.
+        outcome: the batch.
+        error: to be raised in its place; None: there is none.
+    """
+
+    lane: Lane
+    task: Task | None
+    ordinal: int = -1
+    outcome: Any = None
+    error: BaseException | None = None
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -25,7 +45,8 @@ class Claims:
         process: where the lock is of use: in a fork a thread that is not there may hold it.
         by_thread: on its way to a thread, by the thread's identity. If Ctrl-C comes meanwhile, the
             thread is given it again.
-        staged: taken ahead of the consumer, for a stage; in order.
+        staged: taken ahead of the consumer, each with the work on it in the stage, which then has
+            the batch or the error; in order.
         stage: that batches are taken ahead for; None: there is none.
         is_taking: whether a batch is being taken, so that code of the user's may run.
         is_unsure: whether the last call was interrupted, so that what is under way must be made
@@ -35,7 +56,7 @@ class Claims:
     lock: Any = field(default_factory=threading.RLock)
     process: object = field(default_factory=lambda: lifetimes.process)
     by_thread: dict[int, Claim] = field(default_factory=dict)
-    staged: tuple[StagedClaim, ...] = ()
+    staged: tuple[tuple[Claim, Work], ...] = ()
     stage: Stage | None = None
     is_taking: bool = False
     is_unsure: bool = False
@@ -58,7 +79,15 @@ class Claims:
 
     def all(self) -> list[Claim]:
         """Return all of them."""
-        return [*self.by_thread.values(), *self.staged]
+        return [*self.by_thread.values(), *(claim for claim, _ in self.staged)]
+
+    def drop(self) -> None:
+        """Let go of the batches: nobody will take them. Their places remain, for the position."""
+        for claim in self.by_thread.values():
+            claim.outcome = None
+            claim.error = None
+        for _, work in self.staged:
+            work.drop()
 
 
 @dataclass(eq=False, repr=False)
@@ -179,5 +208,4 @@ class Epoch:
         self.is_abandoned = True
         for lane in self.lanes:
             lane.leave()
-        for claim in self.claims.all():
-            claim.drop()
+        self.claims.drop()

@@ -39,14 +39,14 @@ from typing import Any, Generic, Self
 
 from minloader._checks import B, counted, refuse_copies
 from minloader._epochs import failures
-from minloader._epochs.epoch import Claims, Epoch
+from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.failures import Raised
 from minloader._epochs.feed import Feed
-from minloader._epochs.lane import Claim, Lane
+from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
-from minloader._epochs.stage import Stage, StagedClaim
+from minloader._epochs.stage import Stage, Work
 from minloader._epochs.task import Arrivals, Task
 from minloader._errors import SKIP, BatchError, not_the_end, without_frames
 from minloader._insight.timeline import track_of
@@ -192,7 +192,8 @@ class Batches(Iterator[B], Generic[B]):
             former = claims.stage
             staged = claims.staged
             if former is not None:
-                staged = stage.take_over(former, staged)
+                works = stage.take_over(former, [work for _, work in staged])
+                staged = tuple([(each[0], work) for each, work in zip(staged, works, strict=True)])
             # Without a call in between, and so without Ctrl-C.
             claims.stage = stage
             claims.staged = staged
@@ -206,8 +207,8 @@ class Batches(Iterator[B], Generic[B]):
         if stage is None:
             return
         stage.close()
-        for claim in self.claims.staged:
-            claim.drop()
+        for _, work in self.claims.staged:
+            work.drop()
 
     def __enter__(self) -> Self:
         return self
@@ -246,9 +247,7 @@ class Batches(Iterator[B], Generic[B]):
                         epoch.recover()
                 claims.is_unsure = True
                 if claims.stage is None:
-                    claim = Claim()
-                    self._fill_claim(claim)
-                    self._commit_claim(claim, thread)
+                    self._commit_claim(self._next_claim(), thread)
                 else:
                     self._claim_from_stage(thread, claims.stage)
                 now = perf_counter()
@@ -303,24 +302,24 @@ class Batches(Iterator[B], Generic[B]):
                 "continue from that state"
             )
 
-    def _commit_claim(self, claim: Claim, thread: int | None) -> None:
+    def _commit_claim(self, claim: Claim, thread: int, work: Work | None = None) -> None:
         """Note a claim as taken from its lane, and as on its way.
 
         Args:
             claim: a batch, or an error of the sampler.
-            thread: to which it is on its way; None: it is ahead of the consumer, for the stage.
+            thread: to which it is on its way.
+            work: on it, ahead of the consumer; None: there is no stage.
         """
         claims = self.claims
         lane = claim.lane
         task = claim.task
-        assert lane is not None
-        staged = (*claims.staged, claim) if isinstance(claim, StagedClaim) else claims.staged
+        staged = claims.staged if work is None else (*claims.staged, (claim, work))
         if task is None:
             feed = lane.feed
             assert isinstance(feed, Feed)  # what reading a shard raises has the place of a batch
             source_state = feed.state_behind_error()
             # Without a call in between, and so without Ctrl-C.
-            if thread is not None:
+            if work is None:
                 claims.by_thread[thread] = claim
             claims.staged = staged
             feed.source_state = source_state
@@ -335,7 +334,7 @@ class Batches(Iterator[B], Generic[B]):
         is_last = n + 1 == len(outcomes)
         counters = self.shared.counters
         # Without a call in between, and so without Ctrl-C.
-        if thread is not None:
+        if work is None:
             claims.by_thread[thread] = claim
             if claim.error is None:
                 counters.batches += 1
@@ -347,28 +346,24 @@ class Batches(Iterator[B], Generic[B]):
         if is_last:
             task.memory = None
 
-    def _fill_claim(self, claim: Claim) -> None:
-        """Have a claim be what comes next: a batch, or an error in its place."""
+    def _next_claim(self) -> Claim:
+        """Return what comes next: a batch, or an error in its place. Nothing notes it yet."""
         shared = self.shared
         while True:
             if shared.is_closed or self._is_over or self.is_superseded:
                 self._check_may_go_on()
             epoch, lane, task = self._next_lane()
-            claim.lane = lane
-            claim.task = task
             if task is None:
-                claim.ordinal = -1
-                claim.error = lane.feed.error
-                return
+                return Claim(lane, None, error=lane.feed.error)
             ordinal = lane.taken
             if task.first > ordinal:
                 ordinal = lane.next_in(task)
-            claim.ordinal = ordinal
             n = ordinal - task.first
-            claim.outcome = task.unpack(n)
+            claim = Claim(lane, task, ordinal, task.unpack(n))
             samples: list[tuple[Any, str]] = []
             reply = task.reply
-            if reply is not None and reply.failed:
+            assert reply is not None
+            if reply.failed:
                 samples = [(sample, text) for batch, sample, text in reply.failed if batch == n]
                 for number, (sample, text) in enumerate(samples):
                     claim.error = self._count_failure(epoch, claim, sample, text, number)
@@ -378,11 +373,10 @@ class Batches(Iterator[B], Generic[B]):
                 self._handle(epoch, claim, len(samples))
             if claim.error is not None:
                 claim.outcome = None
-                return
+                return claim
             if claim.outcome is SKIP:
                 taken, ahead = lane.taken_after(ordinal)
                 tally = lane.tally_after(task, ordinal)
-                assert reply is not None
                 lane.ahead = ahead
                 lane.taken = taken
                 lane.tally = tally
@@ -395,7 +389,7 @@ class Batches(Iterator[B], Generic[B]):
                 self._shard_watch.compare(lane, claim.outcome)
             if self.is_of_several:
                 claim.outcome = (epoch.number, claim.outcome)
-            return
+            return claim
 
     def _handle(self, epoch: Epoch, claim: Claim, number: int) -> None:
         """Do with a failed batch what ``on_error`` says: it says what takes its place.
@@ -408,10 +402,8 @@ class Batches(Iterator[B], Generic[B]):
         shared = self.shared
         failure = claim.outcome
         task = claim.task
-        lane = claim.lane
         assert task is not None
-        assert lane is not None
-        ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
+        ordinal = claim.lane.feed.ordinal_in_epoch(claim.ordinal)
         reply = task.reply
         assert reply is not None
         where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
@@ -451,7 +443,6 @@ class Batches(Iterator[B], Generic[B]):
         """
         lane = claim.lane
         task = claim.task
-        assert lane is not None
         assert task is not None
         index = (failures.unpacked(sample) or (None,))[0]
         ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
@@ -714,21 +705,21 @@ class Batches(Iterator[B], Generic[B]):
         if not self._is_over:
             stage.check_open()
         while True:
-            stage.send([claim.work for claim in self.claims.staged])
+            stage.send([work for _, work in self.claims.staged])
             if not self._may_take_ahead(stage):
                 break
             try:
-                self._take_ahead(stage)
+                self._take_ahead(thread, stage)
             except StopIteration:
                 break
         staged = self.claims.staged
         if not staged:  # and so the iterator is over
             stage.close()
             raise StopIteration
-        first = staged[0]
-        claim = Claim(lane=first.lane, task=first.task, ordinal=first.ordinal)
-        stage.receive(first, claim)
+        first, work = staged[0]
+        outcome, error = stage.receive(work)
         stage.check_open()  # another thread may have closed it meanwhile
+        claim = Claim(first.lane, first.task, first.ordinal, outcome, error)
         self._leave_epochs_before(next(epoch for epoch in self.epochs if first.lane in epoch.lanes))
         rest = staged[1:]
         counters = self.shared.counters
@@ -756,12 +747,12 @@ class Batches(Iterator[B], Generic[B]):
         may_be_next = self._may_be_next(lanes)
         return not lanes or any(lane.next_received() is not None for lane in may_be_next)
 
-    def _take_ahead(self, stage: Stage) -> None:
+    def _take_ahead(self, thread: int, stage: Stage) -> None:
         """Take another batch for the stage, or an error in its place."""
-        claim = StagedClaim()
-        self._fill_claim(claim)
-        if claim.error is None:
-            stage.take_on(claim)
-        else:
+        claim = self._next_claim()
+        if claim.error is not None:
             without_frames(claim.error)
-        self._commit_claim(claim, None)
+        work = stage.work(claim.outcome, claim.error)
+        claim.outcome = None
+        claim.error = None
+        self._commit_claim(claim, thread, work)

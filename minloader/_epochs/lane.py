@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from minloader._checks import snapshot
@@ -482,30 +481,6 @@ class Lane:
         """Forget what is under way, and keep what a position follows from."""
         for task in snapshot(self.tasks):
             task.forget()
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Claim:
-    """A batch, or an error in its place, that an iterator has taken for a consumer.
-
-    Attributes:
-        lane: where it was taken from.
-        task: that it is of; None of an error of the sampler.
-        ordinal: its place in the lane; -1 likewise.
-        outcome: the batch.
-        error: to be raised in its place; None: there is none.
-    """
-
-    lane: Lane | None = None
-    task: Task | None = None
-    ordinal: int = -1
-    outcome: Any = None
-    error: BaseException | None = None
-
-    def drop(self) -> None:
-        """Let go of the batch: nobody will take it. Its place remains, for the position."""
-        self.outcome = None
-        self.error = None
 
 
 def _samples(items: list[Any]) -> int:

@@ -3,14 +3,13 @@
 ::
 
       |=========== the consumer ===========|           |=== the thread ===|
-       taken ahead --> claim --> queue -------------------> fn(batch)
+       taken ahead --> work --> queue --------------------> fn(batch)
                                                                 |
-       the consumer  <--------- claim <------------------ what it made
+       the consumer  <--------- work <------------------- what it made
 
-A claim that is ahead of the consumer is a cache like all else: the position of the epoch counts
-what the consumer was given. The thread knows the queue, not the iterator, which can therefore be
-collected. It is a daemon: nobody waits for longer than a moment for a function that does not
-return.
+What is ahead of the consumer is a cache like all else: the position of the epoch counts what the
+consumer was given. The thread knows the queue, not the iterator, which can therefore be collected.
+It is a daemon: nobody waits for longer than a moment for a function that does not return.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from minloader._epochs.lane import Claim
 from minloader._errors import not_the_end, without_frames
 
 GRACE = 0.5
@@ -35,7 +32,7 @@ CLOSED = "this prefetch is closed; make a new one"
 
 
 class Work:
-    """A batch on its way through the thread.
+    """A batch on its way through the thread, or an error in its place.
 
     Attributes:
         batch: what the functions are called on, in a list that the thread empties.
@@ -44,8 +41,8 @@ class Work:
         is_sent: whether the thread has it.
     """
 
-    def __init__(self, batch: Any, functions: Sequence[Callable[[Any], Any]]) -> None:
-        self.batch: list[Any] = [batch]
+    def __init__(self, functions: Sequence[Callable[[Any], Any]]) -> None:
+        self.batch: list[Any] = []
         self.functions = functions
         self.made: list[tuple[BaseException | None, Any]] = []
         self.is_sent = False
@@ -73,23 +70,6 @@ class Work:
         self.batch.clear()
         self.made[:] = [(RuntimeError(CLOSED), None)]
         self.finish(None)
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class StagedClaim(Claim):
-    """A batch that was taken ahead of the consumer, or an error in its place.
-
-    Attributes:
-        work: in the thread; None for an error.
-    """
-
-    work: Work | None = None
-
-    def drop(self) -> None:
-        """Let go of the batch, which the thread does not make if it has not begun."""
-        Claim.drop(self)
-        if self.work is not None:
-            self.work.drop()
 
 
 class Stage:
@@ -128,12 +108,12 @@ class Stage:
         self._end: Any = None
         self.is_closed = False
 
-    def take_over(self, former: Stage, claims: Iterable[StagedClaim]) -> tuple[StagedClaim, ...]:
+    def take_over(self, former: Stage, works: list[Work]) -> list[Work]:
         """Follow another stage: do first what that does, up to handing a batch over.
 
         Args:
             former: the other.
-            claims: what it has taken ahead of the consumer.
+            works: on what was taken ahead of the consumer.
 
         Returns:
             The same, for this one to go on with.
@@ -142,38 +122,38 @@ class Stage:
             RuntimeError: the other is closed.
         """
         former.check_open()
-        former.send([staged.work for staged in claims])
-        taken_over = tuple([self._staged_again(former, staged) for staged in claims])
+        former.send(works)
+        taken_over = []
+        for work in works:
+            batch, error = former.receive(work)
+            taken_over.append(self.work(batch, error))
         between = [each for each in (former._receive, self._keep) if each is not None]
         self._functions = [*former._functions, *between, *self._functions]
         self._keep = former._keep
         return taken_over
 
-    def _staged_again(self, former: Stage, staged: StagedClaim) -> StagedClaim:
-        """Return a batch that another stage has made, as one to call only these functions on."""
-        claim = StagedClaim(lane=staged.lane, task=staged.task, ordinal=staged.ordinal)
-        former.receive(staged, claim)
-        if claim.error is None:
-            self.take_on(claim)
-        return claim
+    def work(self, batch: Any, error: BaseException | None = None) -> Work:
+        """Return the work on a batch, which nobody else changes then. In the consumer's thread.
 
-    def take_on(self, claim: StagedClaim) -> None:
-        """Have a claim be the work on its batch, or an error. In the consumer's thread."""
-        try:
-            claim.work = self.work(claim.outcome)
-        except Exception as error:  # of the user's batch: it takes its place
-            without_frames(error)
-            claim.error = error
-        claim.outcome = None
+        Args:
+            batch: to call the functions on.
+            error: that takes its place; None: there is none.
+        """
+        work = Work(self._functions)
+        if error is None:
+            try:
+                work.batch.append(batch if self._keep is None else self._keep(batch))
+                return work
+            except Exception as failure:  # of the user's batch: it takes its place
+                without_frames(failure)
+                error = failure
+        work.finish(error)
+        return work
 
-    def work(self, batch: Any) -> Work:
-        """Return the work on a batch, which nobody else changes then. In the consumer's thread."""
-        return Work(batch if self._keep is None else self._keep(batch), self._functions)
-
-    def send(self, works: Iterable[Work | None]) -> None:
+    def send(self, works: Iterable[Work]) -> None:
         """Have the thread make the batches that it does not have."""
         for work in works:
-            if work is not None and not work.is_sent:
+            if not (work.is_sent or work.made):
                 self.check_open()
                 self.start()
                 self._tasks.put(work)  # twice, if Ctrl-C comes now: the thread makes it once
@@ -198,16 +178,9 @@ class Stage:
         )
         self._thread.start()
 
-    def receive(self, staged: StagedClaim, claim: Claim) -> None:
-        """Wait for a batch that was taken ahead, and have it, or the error, in another claim."""
-        if staged.work is None:
-            claim.error = staged.error
-            return
-        error, value = staged.work.wait()
-        claim.outcome, claim.error = self.received(error, value)
-
-    def received(self, error: BaseException | None, value: Any) -> tuple[Any, BaseException | None]:
-        """Return a batch as it is handed over, or an error. In the consumer's thread."""
+    def receive(self, work: Work) -> tuple[Any, BaseException | None]:
+        """Wait; return the batch as it is handed over, or an error. In the consumer's thread."""
+        error, value = work.wait()
         if error is not None or self._receive is None:
             return value, error
         try:

@@ -27,10 +27,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
 from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
-from minloader._epochs.epoch import Epoch
+from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches, BeginNext
-from minloader._epochs.lane import Claim
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
@@ -707,10 +706,10 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
         if pins and owner.num_workers:
             self.add_stage(Stage(pin, 1))
 
-    def _fill_claim(self, claim: Claim) -> None:
-        super()._fill_claim(claim)
+    def _next_claim(self) -> Claim:
+        claim = super()._next_claim()
         if claim.error is not None:
-            return
+            return claim
         try:
             if self._pins:
                 claim.outcome = pin(claim.outcome)
@@ -720,6 +719,7 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
         except Exception as error:  # it takes the place of the batch
             claim.outcome = None
             claim.error = error
+        return claim
 
     def _warn_of_length(self) -> None:
         warnings.warn(
