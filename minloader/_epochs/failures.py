@@ -29,16 +29,6 @@ UNKNOWN_EPOCH = 1000
 """Samples that an epoch of unknown length is taken to have, as long as fewer have come."""
 
 
-class Raised(NamedTuple):
-    """An error that is to be raised in the place of a batch: the batch's, or the sampler's.
-
-    It is raised elsewhere: the frames of an error's traceback must not hold the error, or the
-    loader would live until the garbage collector finds the cycle.
-    """
-
-    error: BaseException
-
-
 class BatchLabel(NamedTuple):
     """What messages say of a batch: as a string, which one it is.
 
@@ -69,7 +59,7 @@ def handle(
     worker: int,
     pid: int,
     on_error: OnError,
-) -> Any:
+) -> tuple[Any, BaseException | None]:
     """Do with a failed batch what ``on_error`` says.
 
     Args:
@@ -82,9 +72,11 @@ def handle(
         on_error: as the user gave it.
 
     Returns:
-        What takes the batch's place: SKIP, another batch, or what to raise. That is the original
+        What takes the batch's place: SKIP or another batch; or what to raise. That is the original
         error, with a note that names the batch; or a BatchError in place of what would end the loop
-        or the program (StopIteration, SystemExit, KeyboardInterrupt).
+        or the program (StopIteration, SystemExit, KeyboardInterrupt). It is raised elsewhere: the
+        frames of an error's traceback must not hold the error, or the loader would live until the
+        garbage collector finds the cycle.
     """
     known_worker = worker if worker >= 0 else None
     known_pid = pid if pid >= 0 else None
@@ -122,15 +114,15 @@ def handle(
         # One that cannot be carried; or that would end the loop as if the epoch were over, or the
         # program without a word.
         if not isinstance(error, Exception) or isinstance(error, StopIteration):
-            return Raised(report)
+            return None, report
         add_note(error, f"minloader: {what}{advice}")
-        return Raised(error)
+        return None, error
     if on_error == "skip":
         logger.warning("skipped %s: %s", what, failure.summary)
-        return SKIP
+        return SKIP, None
     assert callable(on_error)
     try:
-        return on_error(report)
+        return on_error(report), None
     except StopIteration as stop:  # it would end the loop as if the epoch were over
         raise RuntimeError("on_error raised StopIteration") from stop
 

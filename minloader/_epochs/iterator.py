@@ -40,7 +40,6 @@ from typing import Any, Generic, Self
 from minloader._checks import B, counted, refuse_copies
 from minloader._epochs import failures
 from minloader._epochs.epoch import Claim, Claims, Epoch
-from minloader._epochs.failures import Raised
 from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
@@ -415,7 +414,7 @@ class Batches(Iterator[B], Generic[B]):
             if claim.error is not None:
                 return
         try:
-            claim.outcome = failures.handle(
+            claim.outcome, claim.error = failures.handle(
                 failure,
                 ordinal=ordinal,
                 epoch=epoch.number,
@@ -425,9 +424,7 @@ class Batches(Iterator[B], Generic[B]):
                 on_error=shared.options.on_error,
             )
         except Exception as error:  # of the user's function: it takes the place of the batch
-            claim.outcome = Raised(error)
-        if type(claim.outcome) is Raised:
-            claim.error = claim.outcome.error
+            claim.error = error
 
     def _count_failure(
         self, epoch: Epoch, claim: Claim, sample: Any, text: str, number: int

@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from minloader._checks import brief_repr, has_epochs, is_stateful, state_of
-from minloader._epochs.failures import Raised
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.source import used_up
@@ -260,6 +259,12 @@ def _is_read_again(sampler: Any) -> bool:
         hasattr(each, "generator") and not has_epochs(each) and not is_stateful(each)
         for each in with_inner(sampler)
     )
+
+
+class Raised(NamedTuple):
+    """An error of the sampler, in the place of an item."""
+
+    error: BaseException
 
 
 class Items(Iterator[Any]):
