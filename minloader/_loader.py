@@ -173,11 +173,10 @@ class Loader(Generic[B]):
         chunks = checks.check_bool("chunks", chunks)
 
         self.dataset = dataset
-        shards: int | None = None
-        if checks.is_stream(dataset, sampler):
+        is_stream = checks.is_stream(dataset, sampler)
+        made: Iterable[Any] = ()
+        if is_stream:
             batch_size = checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
-            shards = max(1, num_workers)
-            made: Iterable[Any] = ()
         else:
             checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, seed)
@@ -186,7 +185,6 @@ class Loader(Generic[B]):
             from minloader._sampling.collate import collate  # which needs numpy
 
             collates = collate
-        is_stream = shards is not None
         job = Job(
             dataset=dataset,
             transform=transform,
@@ -224,7 +222,7 @@ class Loader(Generic[B]):
         )
         self._shared = Shared(options, group)
         follows_length = sampler is None and not is_stream
-        self._epochs = Epochs(self._shared, made, dataset, shards, follows_length=follows_length)
+        self._epochs = Epochs(self._shared, made, follows_length=follows_length)
         self._end = self._finalizer(self._shared.counters.log)
         if trace is not None:
             try:
@@ -460,7 +458,7 @@ class Loader(Generic[B]):
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
-        return self._epochs.state_dict(self.seed)
+        return self._epochs.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: str | Iterable[str] = ()) -> None:
         """Make the next ``iter`` continue where :meth:`state_dict` was called.

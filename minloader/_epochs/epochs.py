@@ -55,37 +55,27 @@ class Epochs:
 
     Args:
         shared: what they share.
-        sampler: what they are drawn from; None for a stream.
-        dataset: the loader's.
-        shards: how many the stream has; None where the dataset is no stream.
+        sampler: what they are drawn from; of no use for a stream.
         follows_length: whether the sampler is of the loader, made from the dataset's length.
 
     Attributes:
         source: the sampler of the epoch begun last.
-        shards: how many the stream has.
+        shards: how many the stream has; None where the dataset is no stream.
         resume: where the next epoch begins, if a state was loaded, or batches were left out ahead.
         begun: the epochs of the iterator begun last, that of the consumer first, be it over or not;
             before an iterator was begun, and when a state was loaded, there are none.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        sampler: Any,
-        dataset: Any,
-        shards: int | None,
-        *,
-        follows_length: bool = False,
-    ) -> None:
+    def __init__(self, shared: Shared, sampler: Any, *, follows_length: bool) -> None:
         self.shared = shared
         self.source = SamplerSource(sampler)
-        self.shards = shards
+        is_stream = shared.job.options.is_stream
+        self.shards = max(1, shared.group.num_workers) if is_stream else None
         self.resume: Position | None = None
         self.begun: deque[Epoch] = deque()
-        self._dataset = dataset
         self._follows_length = follows_length
         self._number: int | None = None  # of the next epoch, if the user has set it
-        if shards is None and isinstance(sampler, Sampler):
+        if isinstance(sampler, Sampler):
             self.resume = _position_of_sampler(sampler)
 
     @property
@@ -93,6 +83,10 @@ class Epochs:
         """The sampler if the loader has made it, and so has its seed from the loader."""
         sampler = self.source.items
         return sampler if self._follows_length and isinstance(sampler, Sampler) else None
+
+    @property
+    def _dataset(self) -> Any:
+        return self.shared.job.dataset
 
     # --- numbers
 
@@ -357,7 +351,7 @@ class Epochs:
 
     # --- states
 
-    def state_dict(self, seed: int) -> State:
+    def state_dict(self) -> State:
         """Return the state as of what the consumer of the iterator begun last was given."""
         while True:
             begun = self.begun
@@ -370,7 +364,8 @@ class Epochs:
             if self.begun is begun and self.resume is resume:
                 errors = tuple(checks.snapshot(self.shared.counters.last_errors))
                 position = replace(position, errors=errors)
-                return to_state(position, seed, self.shared.job.options.batch_size)
+                batch_size = self.shared.job.options.batch_size
+                return to_state(position, self.shared.group.seed, batch_size)
             # Another thread has begun an epoch meanwhile.
 
     def read_state(self, state: Mapping[str, Any], seed: int | None) -> tuple[Position, int]:
