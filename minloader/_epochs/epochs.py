@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from minloader import _checks as checks
@@ -137,16 +136,11 @@ class Epochs:
     def _next_position(self, source: SamplerSource) -> Position:
         if self.resume is not None:
             return self.resume
-        number = self.number
         if not self.begun:
-            return self._first_position(number, source)
-        former = self.begun[0]
-        lanes = []
-        for lane in former.lanes:
-            following = lane.feed.following(number, is_abandoned=not former.is_over)
-            lanes.append(_position_of_feed(following))
-        length = None if former.is_stream else source.length_between()
-        return Position(epoch=number, lanes=lanes, is_stream=former.is_stream, length=length)
+            return self._first_position(self.number, source)
+        position = self._position_after(self.begun[0], self.number, is_abandoned=self.would_abandon)
+        length = None if position.is_stream else source.length_between()
+        return replace(position, length=length)
 
     @property
     def _next_follows_length(self) -> bool:
@@ -244,11 +238,12 @@ class Epochs:
         if self._follows_length and (former is not None or self._next_follows_length):
             self._follow_dataset()
         if former is not None:
-            feeds = self._following(former, former.number + 1, is_abandoned=False)
-            epoch = self._make(batches, feeds, None)
+            position = self._position_after(former, former.number + 1, is_abandoned=False)
+            epoch = self._make(batches, position, former)
             batches.epochs.append(epoch)
             return epoch
-        epoch = self._make(batches, self._next_feeds(), self.resume)
+        former = self.begun[0] if self.begun and not self.would_abandon else None
+        epoch = self._make(batches, self._begins_at(), former)
         for lane in epoch.lanes:
             if isinstance(lane.feed, Feed):
                 lane.feed.open()
@@ -272,77 +267,78 @@ class Epochs:
             self.resume = position
             self.begun = deque()
 
-    def _next_feeds(self) -> list[Any]:
-        """Return what the next epoch is drawn from."""
-        resume = self.resume
-        number = self.number
-        if resume is None and self.begun:
-            former = self.begun[0]
-            return self._following(former, number, is_abandoned=not former.is_over)
-        if resume is None and self.shards is not None:
-            # Each copy of the stream begins as it is: it need not be asked for its state here.
-            lanes = [LanePosition() for _ in range(self.shards)]
-            position = Position(epoch=number, lanes=lanes, is_stream=True)
-        else:
+    def _begins_at(self) -> Position:
+        """Return where the next epoch begins; its length only if that is known from a state."""
+        if self.resume is not None:
             position = self.next_position()
+            if position.is_stream and not is_stateful(self._dataset):
+                shards = [lane for lane in position.lanes if lane.source_state.state is None]
+                checks.warn_rereading([lane.given for lane in shards if not lane.is_ended])
+            return position
+        if self.begun:
+            return self._position_after(self.begun[0], self.number, is_abandoned=self.would_abandon)
+        if self.shards is None:
+            return replace(self.next_position(), length=None)
+        # Each copy of the stream begins as it is: it need not be asked for its state here.
+        return Position(epoch=self.number, lanes=[LanePosition()] * self.shards, is_stream=True)
+
+    def _position_after(self, former: Epoch, number: int, *, is_abandoned: bool) -> Position:
+        """Return where an epoch begins after another one, whatever its length is.
+
+        Args:
+            former: the other.
+            number: of the epoch.
+            is_abandoned: whether the consumer has left the other: it has nothing for this one then.
+        """
+        lanes = [lane.feed.following(is_abandoned=is_abandoned) for lane in former.lanes]
+        position = Position(epoch=number, lanes=lanes, is_stream=former.is_stream)
+        if self._follows_length:
+            position = replace(position_of_size(position, self.source), length=None)
+        return position
+
+    def _feeds(self, position: Position, former: Epoch | None) -> list[Feed | ShardFeed]:
+        """Return what an epoch is drawn from; for the arguments see :meth:`_make`."""
+        number = position.epoch
         if not position.is_stream:
             (lane,) = position.lanes
-            length = None if resume is None else position.length
-            return [Feed(self.source, number, lane, length=length)]
-        if resume is not None and not is_stateful(self._dataset):
-            shards = [lane for lane in position.lanes if lane.source_state.state is None]
-            checks.warn_rereading([lane.given for lane in shards if not lane.is_ended])
-        total = len(position.lanes)
+            return [Feed(self.source, number, lane, length=position.length)]
         return [
-            ShardFeed(shard, total, number, lane, follows=None)
+            ShardFeed(
+                shard,
+                len(position.lanes),
+                number,
+                lane,
+                follows=None if former is None else former.lanes[shard].feed.pass_to_follow,
+            )
             for shard, lane in enumerate(position.lanes)
         ]
 
-    def _following(self, former: Epoch, number: int, *, is_abandoned: bool) -> list[Any]:
-        """Return what an epoch is drawn from, after another one."""
-        feeds: list[Any] = [
-            lane.feed.following(number, is_abandoned=is_abandoned) for lane in former.lanes
-        ]
-        if not self._follows_length or feeds[0].source is self.source:
-            return feeds
-        position = Position(epoch=number, lanes=[_position_of_feed(feeds[0])])
-        position = position_of_size(position, self.source)
-        return [Feed(self.source, number, position.lanes[0])]
-
-    def _make(self, batches: Batches[Any], feeds: list[Any], resume: Position | None) -> Epoch:
+    def _make(self, batches: Batches[Any], position: Position, former: Epoch | None) -> Epoch:
         """Make an epoch.
 
         Args:
             batches: the iterator that it is for.
-            feeds: what it is drawn from.
-            resume: the position that it goes on from; None: it follows another epoch, or is the
-                first.
+            position: where it begins; its length is one that it must have.
+            former: the epoch that was read to its end just before it; None: there is none.
         """
         shared = self.shared
-        is_stream = self.shards is not None
+        feeds = self._feeds(position, former)
         lanes = [
-            Lane(
-                shared,
-                feed,
-                ahead=() if resume is None else resume.lanes[n].ahead,
-                arrivals=batches.arrivals,
-                get_pool=partial(shared.group.pool, n) if is_stream else shared.group.pool,
-                lane_count=len(feeds),
-            )
-            for n, feed in enumerate(feeds)
+            Lane(shared, feed, ahead=lane.ahead, arrivals=batches.arrivals)
+            for feed, lane in zip(feeds, position.lanes, strict=True)
         ]
-        tally = NOTHING_CAME if resume is None else resume.tally
+        tally = position.tally
         if shared.options.counts_samples and not tally.batches:
             # The state does not say how many had come: the share is one of what is left.
             tally = NOTHING_CAME
         losses = Losses(tally.failed)
-        if tally.failed and resume is not None:
+        if tally.failed:
             # A state has those that were before it; here there may be others since.
-            errors = resume.errors or shared.counters.last_errors
-            losses.recall(each for each in errors if each[0] == resume.epoch)
+            errors = position.errors or shared.counters.last_errors
+            losses.recall(each for each in errors if each[0] == position.epoch)
         return Epoch(
             lanes=lanes,
-            has_given=resume is not None and resume.has_begun,
+            has_given=position.has_begun,
             is_one_of_several=batches.is_of_several,
             claims=batches.claims,
             losses=losses,
@@ -496,18 +492,6 @@ class Course:
         if self._last is not None and number > self._last:
             return None
         return self._epochs.begin(batches, former)
-
-
-def _position_of_feed(feed: Any) -> LanePosition:
-    """Return the position that a feed begins at."""
-    return LanePosition(
-        given=feed.next_ordinal,
-        source_state=feed.source_state,
-        check=feed.check,
-        beginning=feed.beginning,
-        is_ended=feed.is_ended,
-        has_failed=feed.has_failed,
-    )
 
 
 def _position_of_sampler(sampler: Sampler) -> Position | None:

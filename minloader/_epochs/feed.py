@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from minloader._checks import brief_repr, counted, differences, is_stateful
 from minloader._epochs import failures
-from minloader._epochs.position import NO_SOURCE_STATE, Check, LanePosition, SourceState
+from minloader._epochs.position import Check, LanePosition, SourceState
 from minloader._epochs.task import Task
 from minloader._errors import not_the_end, without_frames
 from minloader._memory.pickling import unpack
@@ -135,8 +135,11 @@ class Feed:
 
     may_overtake = True
     # What only shards have.
+    shard = 0
+    total = 1
     beginning = None
     has_failed = False
+    pass_to_follow = None
 
     def __init__(
         self,
@@ -167,17 +170,15 @@ class Feed:
         self._is_inside = False  # whether the sampler's own code runs
         self._state_due = 0.0  # when to ask for its state next
 
-    def following(self, epoch: int, *, is_abandoned: bool) -> Feed:
-        """Return what another epoch is drawn from, after this one.
+    def following(self, *, is_abandoned: bool) -> LanePosition:
+        """Return where another epoch begins, after this one.
 
         Args:
-            epoch: its number.
             is_abandoned: whether the consumer has left this one: then it has nothing for the next.
         """
-        source_state = NO_SOURCE_STATE
-        if not is_abandoned and self.end_state is not None:
-            source_state = SourceState(0, self.end_state)
-        return Feed(self.source, epoch, LanePosition(source_state=source_state))
+        if is_abandoned or self.end_state is None:
+            return LanePosition()
+        return LanePosition(source_state=SourceState(0, self.end_state))
 
     # --- to begin, and to go on
 

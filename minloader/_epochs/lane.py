@@ -21,7 +21,6 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
 from typing import Any
@@ -61,8 +60,6 @@ class Lane:
         feed: what tasks are made of, from the ordinal on where the epoch begins.
         ahead: what was handed over before its turn.
         arrivals: where tasks are put that have come back.
-        get_pool: gives the pool that makes the batches, which may become another one.
-        lane_count: how many lanes share the tasks that may be under way.
 
     Attributes:
         taken: how many batches the iterator has taken, without a gap: each was handed over, or is
@@ -80,8 +77,6 @@ class Lane:
         *,
         ahead: tuple[Range, ...],
         arrivals: Arrivals,
-        get_pool: Callable[[], Pool],
-        lane_count: int,
     ) -> None:
         self.shared = shared
         self.feed = feed
@@ -90,10 +85,9 @@ class Lane:
         self.tally = NOTHING_CAME
         self.tasks: deque[Task] = deque()
         self._arrivals = arrivals
-        self._get_pool = get_pool
         self._max_chunk = self._find_max_chunk()
         self._chunk = 1  # how many batches the next task is to have
-        max_in_flight = -(-shared.group.max_in_flight // lane_count)
+        max_in_flight = -(-shared.group.max_in_flight // feed.total)
         if max_in_flight:
             # The first tasks share what one may hold, so that all workers get some.
             self._chunk = min(max(1, shared.chunk // max_in_flight), self._max_chunk)
@@ -108,9 +102,13 @@ class Lane:
         may_chunk = options.chunks or self.feed.source.may_be_read_ahead
         return MAX_CHUNK if may_chunk else 1
 
+    def _newest_pool(self) -> Pool:
+        """Return the pool that makes the batches now."""
+        return self.shared.group.pool(self.feed.shard)
+
     def _adopt(self) -> None:
         """Send tasks to the pool that there is now."""
-        self.pool = self._get_pool()
+        self.pool = self._newest_pool()
         self.pool.forgive_failed_starts()
 
     @property
@@ -156,7 +154,7 @@ class Lane:
 
     def send_more(self) -> bool:
         """Send a task that waits for it, or else draw another. Return whether there was any."""
-        if self._get_pool() is not self.pool:
+        if self._newest_pool() is not self.pool:
             if any(task.shipment is not None for task in self.tasks):
                 return False  # first they come from where they are
             self._adopt()

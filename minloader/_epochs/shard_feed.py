@@ -73,20 +73,22 @@ class ShardFeed:
         self._has_just_failed = False  # with the last batch that came
         self._follows = follows
 
-    def following(self, epoch: int, *, is_abandoned: bool) -> ShardFeed:
-        """Return what another epoch is read from, after this one.
+    def following(self, *, is_abandoned: bool) -> LanePosition:
+        """Return where another epoch begins, after this one.
 
         Args:
-            epoch: its number.
             is_abandoned: whether the consumer has left this one: that one begins as it did then.
         """
         beginning = self.beginning
         begins_anew = is_abandoned or self.has_failed
         if not begins_anew and self.is_ended and self.source_state.state is not None:
             beginning = self.source_state.state
-        position = LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
-        follows = None if begins_anew else self.pass_number
-        return ShardFeed(self.shard, self.total, epoch, position, follows)
+        return LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
+
+    @property
+    def pass_to_follow(self) -> int | None:
+        """Number of the pass, for the epoch that follows it; None: that one begins anew."""
+        return None if self.has_failed else self.pass_number
 
     def draw(self, most: int) -> Task:
         """Return a task for the next batches, so many at most."""

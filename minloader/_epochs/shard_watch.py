@@ -32,7 +32,7 @@ class ShardWatch:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
         if "compared" in self._shared.logged:
             return
-        shard: int = lane.feed.shard  # type: ignore[union-attr]
+        shard = lane.feed.shard
         leaves: dict[str, Any] = {}
         from minloader._diagnosis.leaves import first_leaves  # only streams of several shards do
 
