@@ -130,7 +130,6 @@ class Feed:
         length: number of batches of the epoch; None if not known when it was begun.
         last: ordinal and item of the one drawn last.
         drawing: the task whose items are being drawn.
-        passing: items that are being passed over, since they were handed over before their turn.
     """
 
     may_overtake = True
@@ -161,7 +160,6 @@ class Feed:
         self.error: Exception | None = None
         self.last: tuple[int, Any] | None = None
         self.drawing: Task | None = None
-        self.passing: list[Any] = []
         self.sampler_iterator: Any = None  # what ``iter`` of the sampler gave
         # What items are drawn from: that iterator; None before it is opened, and where it is to be
         # opened again; at the end one that gives nothing.
@@ -218,27 +216,6 @@ class Feed:
         except Exception as error:
             self.fail(error)
             self.is_ended = True
-
-    def pass_to(self, ordinal: int) -> None:
-        """Draw items up to an ordinal, and drop them: they were handed over before their turn."""
-        most = ordinal - self.next_ordinal
-        items: list[Any] = []
-        self.passing = items
-        try:
-            items.extend(map(next, itertools.repeat(self._iterator, most)))
-        except Exception as error:
-            self.error = error  # first: it may not come again
-            self.fail(error)
-        except BaseException:
-            self._iterator = None
-            self.passing = []
-            raise
-        stop = self.next_ordinal + len(items)
-        # Without a call in between, and so without Ctrl-C.
-        self.next_ordinal = stop
-        self.passing = []
-        if stop < ordinal and self.error is None:
-            self._end(stop)
 
     def _pass_over(self, iterator: Any, here: int) -> Any:
         """Draw up to the next ordinal, and check that the items are still the same.
@@ -414,6 +391,12 @@ class Feed:
 
     # --- to draw
 
+    def begin_task(self) -> Task:
+        """Return a task for the next items, which are still to be drawn."""
+        task = Task(first=self.next_ordinal, items=[], source_state=self.source_state)
+        self.drawing = task
+        return task
+
     def draw(self, task: Task, hold: Callable[[Any], Any], most: int, until: float) -> None:
         """Add the next items to a task: so many, or fewer if that takes until later; or end.
 
@@ -453,6 +436,9 @@ class Feed:
 
     def finish(self, task: Task) -> None:
         """Note that all items of a task were drawn."""
+        if not task.items:
+            self.drawing = None
+            return
         stop = task.stop
         last = (stop - 1, task.items[-1])
         # Without a call in between, and so without Ctrl-C.
@@ -512,11 +498,6 @@ class Feed:
         Returns:
             The tasks that are left.
         """
-        if self._iterator is not None and self.passing:
-            stop = self.next_ordinal + len(self.passing)
-            # Without a call in between, and so without Ctrl-C.
-            self.next_ordinal = stop
-            self.passing = []
         task = self.drawing
         was_inside = self._is_inside
         self.drawing = None
@@ -545,10 +526,8 @@ class Feed:
             task.items[-1:] = map(hold, task.items[-1:])
             if task.items:
                 self._compare(task)
-            if not task.items:
-                return before
             self.finish(task)
-            return [*before, task]
+            return [*before, task] if task.items else before
         # The sampler is read anew.
         self.source_state = task.source_state
         self.next_ordinal = task.first

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from concurrent.futures import BrokenExecutor
@@ -176,7 +177,7 @@ class Lane:
     def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
         for task in self.tasks:  # no generator: there may be hundreds
-            if task.is_unsent:
+            if task.is_unsent and not self._is_taken(task):
                 return task
         return None
 
@@ -202,8 +203,7 @@ class Lane:
         if feed.is_ended or feed.error is not None:
             return None
         state_error = feed.note_state()
-        task = Task(first=feed.next_ordinal, items=[], source_state=feed.source_state)
-        feed.drawing = task
+        task = feed.begin_task()
         self.tasks.append(task)
         limit = self._most_at_once(feed.next_ordinal)
         reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
@@ -214,22 +214,21 @@ class Lane:
             wants_more = bool(reads) and self._max_chunk > 1 and _samples(task.items) < reads
             wants_more = wants_more and time.perf_counter() < until
             most = 1 if wants_more and len(task.items) < limit else 0
+        feed.finish(task)
         if not task.items:
             self.tasks.pop()
-            feed.drawing = None
             return None
-        feed.finish(task)
         if state_error is not None and feed.error is None:
             feed.fail(state_error)
         return task
 
     def _pass_early(self, feed: Feed) -> None:
         """Draw what was handed over before its turn, and drop it."""
-        if feed.next_ordinal < self.taken:
-            feed.pass_to(self.taken)
-        for start, stop in self.ahead:
-            if start <= feed.next_ordinal < stop:
-                feed.pass_to(stop)
+        for start, stop in [(0, self.taken), *self.ahead]:
+            if start <= feed.next_ordinal < stop and feed.error is None:
+                task = feed.begin_task()
+                feed.draw(task, lambda item: item, stop - task.first, math.inf)
+                feed.finish(task)
 
     def _most_at_once(self, first: int) -> int:
         """Return how many items there are from an ordinal up to one that came before its turn."""
