@@ -276,7 +276,7 @@ class Loader(Generic[B]):
 
     @num_workers.setter
     def num_workers(self, num_workers: int) -> None:
-        self._check_open()
+        self._shared.check_open()
         num_workers = checks.check_num_workers(num_workers)
         group = self._shared.group
         if num_workers != group.num_workers:
@@ -319,7 +319,7 @@ class Loader(Generic[B]):
             TypeError: it is not a path.
             RuntimeError: a trace is being written already, or the loader is closed.
         """
-        self._check_open()
+        self._shared.check_open()
         log = self._shared.counters.log
         if log.file is not None:
             raise RuntimeError(
@@ -438,7 +438,7 @@ class Loader(Generic[B]):
                 the consumer; or the sampler, the dataset or ``on_error`` calls this.
         """
         n = check_int("n", n, 0)
-        self._check_open()
+        self._shared.check_open()
         if self._epochs.shards is not None:
             raise TypeError(
                 "skip is for loaders with a sampler, but the dataset is a stream, which can only "
@@ -479,7 +479,7 @@ class Loader(Generic[B]):
                 are named.
             RuntimeError: the loader is closed.
         """
-        self._check_open()
+        self._shared.check_open()
         epochs = self._epochs
         position, seed = epochs.read_state(state, None if self._any_seed else self.seed)
         if position.is_stream:
@@ -496,16 +496,13 @@ class Loader(Generic[B]):
 
     # --- workers
 
-    def _check_open(self) -> None:
-        self._shared.check_open()
-
     def start(self) -> None:
         """Start all workers now, without waiting for them, so that the first batch comes sooner.
 
         Raises:
             RuntimeError: the loader is closed.
         """
-        self._check_open()
+        self._shared.check_open()
         self._shared.counters.workers.started_early = True
         self._shared.group.start()
 

@@ -460,15 +460,11 @@ class Lane:
                 continue
             count = min(n, head.stop - self.taken)
             n -= count
-            taken = self.taken + count
-            ahead = self.ahead
-            while ahead and ahead[0][0] <= taken:
-                taken = max(taken, ahead[0][1])
-                ahead = ahead[1:]
             start = self.taken + count - head.first
+            after = LanePosition(given=self.taken, ahead=self.ahead).skipped(count, None)
             # First, and without a call in between: Ctrl-C behind it leaves work that need not be.
-            self.ahead = ahead
-            self.taken = taken
+            self.ahead = after.ahead
+            self.taken = after.given
             if head.reply is None:
                 rest = [head.part(start, len(head.items))] if start < len(head.items) else []
                 self._replace(head, rest)
