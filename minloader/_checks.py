@@ -679,19 +679,12 @@ def check_indices(item: Any) -> list[Any]:
 def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
     """Return the samples that ``__getitems__`` has fetched, one for each index."""
     wanted = "dataset.__getitems__ must return a list with one sample for each index"
-    if isinstance(fetched, Mapping):
+    columns = _columns_in(fetched)
+    if columns:
         raise TypeError(
-            f"{wanted}, but returned one {type(fetched).__name__} with keys "
-            f"{brief_repr(list(fetched))} for {len(indices)} of them; if that is the batch, drop "
-            "batch_size and collate_fn, and give the loader the function: "
+            f"{wanted}, but returned {columns}; return a list of its rows; or if it is the batch, "
+            "drop batch_size and collate_fn, and give the loader the function: "
             "Loader(dataset.__getitems__, BatchSampler(...))"
-        )
-    kind = type(fetched)
-    if hasattr(kind, "columns"):
-        raise TypeError(
-            f"{wanted}, but returned a {kind.__name__}, which gives its columns one by one; return "
-            "a list of its rows; or if it is the batch, drop batch_size and collate_fn, and give "
-            "the loader the function: Loader(dataset.__getitems__, BatchSampler(...))"
         )
     is_list = has_getitem(fetched) or isinstance(fetched, Iterator)
     if not is_list or isinstance(fetched, str | bytes):
@@ -704,18 +697,23 @@ def check_samples(fetched: Any, indices: list[Any]) -> list[Any]:
 
 def check_can_transform(fetched: Any) -> list[Any]:
     """Return what torch's kind of ``__getitems__`` has fetched as a list, for ``transform``."""
-    kind = type(fetched).__name__
-    got = ""
-    if isinstance(fetched, Mapping):
-        got = f"one {kind} with keys {brief_repr(list(fetched))}"
-    elif hasattr(type(fetched), "columns"):
-        got = f"a {kind}, which gives its columns one by one"
-    if got:
+    columns = _columns_in(fetched)
+    if columns:
         raise TypeError(
-            f"transform is called with each sample, but dataset.__getitems__ returned {got}; have "
-            "it return a list of samples, or do in collate_fn what transform does"
+            f"transform is called with each sample, but dataset.__getitems__ returned {columns}; "
+            "have it return a list of samples, or do in collate_fn what transform does"
         )
     return list(fetched)
+
+
+def _columns_in(fetched: Any) -> str:
+    """Return in words what has columns, and so gives these in place of samples; "" if nothing."""
+    kind = type(fetched)
+    if isinstance(fetched, Mapping):
+        return f"one {kind.__name__} with keys {brief_repr(list(fetched))}"
+    if hasattr(kind, "columns"):
+        return f"a {kind.__name__}, which gives its columns one by one"
+    return ""
 
 
 def reader_of(dataset: Any) -> Callable[[Any], Any]:

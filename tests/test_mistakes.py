@@ -321,7 +321,7 @@ class Gaps:
         (
             *(Rows({"x": [1, 2], "y": [3, 4]}), [[0, 1]], list, TypeError),
             r"must return a list with one sample for each index, but returned one dict with keys "
-            r"\['x', 'y'\] for 2 of them; .* Loader\(dataset.__getitems__, BatchSampler",
+            r"\['x', 'y'\]; .* Loader\(dataset.__getitems__, BatchSampler",
         ),
         (Rows([1, 2, 3]), [range(16)], list, ValueError, "returned 3 for 16 indices"),
         (Rows("ab"), [[0, 1]], list, TypeError, "must return a list .* but returned 'ab'"),
