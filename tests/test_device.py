@@ -448,7 +448,7 @@ loader = Loader(lambda n: n * n, Endless(), num_workers=NUM_WORKERS, executor=EX
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_an_interrupt_while_the_thread_is_started(monkeypatch, runs):
-    """Whether there is a thread then or not: the function is called by one, once a batch."""
+    """Whether it runs then or not: the function is called by one thread, once a batch."""
     start = threading.Thread.start
     called: list[int] = []
 
@@ -456,7 +456,9 @@ def test_an_interrupt_while_the_thread_is_started(monkeypatch, runs):
         monkeypatch.undo()
         if runs:
             start(thread)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
+        if not runs:
+            start(thread)
 
     batches = prefetch(iter(range(4)), called.append, depth=2)
     monkeypatch.setattr(threading.Thread, "start", interrupted_start)

@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import Any
 
 from minloader._errors import not_the_end, without_frames
+from minloader._memory.files import interrupts_held
 
 GRACE = 0.5
 """Seconds that closing waits for the thread, which may be inside the function. An idle thread needs
@@ -84,9 +85,6 @@ class Stage:
         keep: called with each batch as soon as it is there, in the consumer's thread; returns what
             to call ``fn`` with. None: that is the batch. Behind another stage both are called in
             the thread.
-
-    Attributes:
-        threads: those that were started; the first of them calls the functions.
     """
 
     def __init__(
@@ -103,8 +101,7 @@ class Stage:
         self._receive = receive
         self._keep = keep
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # the one that was started last
-        self.threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._end: Any = None
         self.is_closed = False
 
@@ -160,23 +157,20 @@ class Stage:
                 work.is_sent = True
 
     def start(self) -> None:
-        """Start the thread, if that was not done.
-
-        Ctrl-C may come within ``Thread.start``, so that nobody knows whether there is a thread. So
-        another one is started where none is seen; one of them calls the functions.
-        """
-        thread = self._thread
-        if self.threads or (thread is not None and thread.is_alive()):
+        """Start the thread, if that was not done."""
+        if self._thread is not None:
             return
-        if self._end is None:  # at exit it runs before the loader's, which was made earlier
-            self._end = weakref.finalize(self, _end, self._tasks, self.threads)
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._context.copy().run,
-            args=(_run, self._tasks, self.threads),
+            args=(_run, self._tasks),
             name="minloader-prefetch",
             daemon=True,
         )
-        self._thread.start()
+        with interrupts_held():  # the thread would be known to nobody
+            thread.start()
+            self._thread = thread
+            # At exit it runs before the loader's, which was made earlier.
+            self._end = weakref.finalize(self, _end, self._tasks, thread)
 
     def receive(self, work: Work) -> tuple[Any, BaseException | None]:
         """Wait; return the batch as it is handed over, or an error. In the consumer's thread."""
@@ -190,7 +184,7 @@ class Stage:
 
     def refuse_own_thread(self) -> None:
         """Raise an error in its thread: who waits for that is not to be waited for."""
-        if threading.current_thread() in self.threads:
+        if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "the function that prefetch calls has asked the iterator for a batch, or called "
                 "state_dict or skip of the loader; that waits for the consumer, who waits for the "
@@ -209,11 +203,8 @@ class Stage:
             self._end()
 
 
-def _run(tasks: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
+def _run(tasks: queue.SimpleQueue[Any]) -> None:
     """Call the functions on each batch. Runs in the thread, which has none while it waits."""
-    threads.append(threading.current_thread())
-    if threads[0] is not threading.current_thread():
-        return
     while (work := tasks.get()) is not None:
         with suppress(IndexError):  # it was made already, or is not wanted any more
             batch = [work.batch.pop()]
@@ -236,8 +227,8 @@ def _attempt(
         return error, None
 
 
-def _end(tasks: queue.SimpleQueue[Any], threads: list[threading.Thread]) -> None:
+def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
     """End the thread. Called from any thread."""
     tasks.put(None)
-    if threads and threads[0] is not threading.current_thread():
-        threads[0].join(GRACE)
+    if thread is not threading.current_thread():
+        thread.join(GRACE)
