@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, brief_repr
+from minloader._epochs.position import Tally
 from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback, WorkerDied
 from minloader._insight.counters import ERRORS_KEPT, Counters, plain
 from minloader._insight.stats import Failed
@@ -191,25 +192,22 @@ class Losses:
         return f"batch {batch}, {number}" if sample is None else f"sample {plain(sample)!r}"
 
 
-def most_allowed(
-    max_errors: float, length: int | None, batches: int, samples: int, *, is_taken: bool
-) -> float:
+def most_allowed(max_errors: float, length: int | None, tally: Tally, *, is_taken: bool) -> float:
     """Return how many may fail in an epoch.
 
     Args:
         max_errors: the number, or a share of the samples of the epoch.
         length: number of batches of the epoch; None if it is not known.
-        batches: that have come.
-        samples: in these.
+        tally: what has come of it.
         is_taken: whether all of it was taken, so that no more will come.
     """
     if not isinstance(max_errors, float):
         return max_errors
     if is_taken:
-        return max_errors * samples
+        return max_errors * tally.samples
     if length is None:
-        return max(1.0, max_errors * max(samples, UNKNOWN_EPOCH))
-    return max_errors * length * samples / batches
+        return max(1.0, max_errors * max(tally.samples, UNKNOWN_EPOCH))
+    return max_errors * length * tally.samples / tally.batches
 
 
 def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, most: float) -> str:
@@ -251,18 +249,6 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
         logger.debug("%s; the error takes no notes (%s)", note, refusal)
-
-
-def log_death(death: Death, batch: BatchLabel) -> None:
-    """Say in the log which batch a worker has died with."""
-    logger.warning(
-        "worker %d (pid %d) died: %s; it was making %s; the workers are replaced, and what was "
-        "under way is made again",
-        death.worker,
-        death.pid,
-        death.cause,
-        str(batch),  # else a log that is kept keeps the item
-    )
 
 
 def death_error(death: Death, batch: BatchLabel, tries: int) -> BatchError:

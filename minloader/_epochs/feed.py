@@ -385,10 +385,6 @@ class Feed:
         """Return which shard of a stream a task is for: none."""
         return None
 
-    def ordinal_in_epoch(self, ordinal: int) -> int:
-        """Return the ordinal of a batch in its epoch, as messages give it."""
-        return ordinal
-
     # --- to draw
 
     def begin_task(self) -> Task:

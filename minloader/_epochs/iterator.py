@@ -402,7 +402,7 @@ class Batches(Iterator[B], Generic[B]):
         failure = claim.outcome
         task = claim.task
         assert task is not None
-        ordinal = claim.lane.feed.ordinal_in_epoch(claim.ordinal)
+        ordinal = claim.lane.ordinal_in_epoch(claim.ordinal)
         reply = task.reply
         assert reply is not None
         where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
@@ -442,7 +442,7 @@ class Batches(Iterator[B], Generic[B]):
         task = claim.task
         assert task is not None
         index = (failures.unpacked(sample) or (None,))[0]
-        ordinal = lane.feed.ordinal_in_epoch(claim.ordinal)
+        ordinal = lane.ordinal_in_epoch(claim.ordinal)
         self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
         tally = epoch.whole_tally()
@@ -459,13 +459,7 @@ class Batches(Iterator[B], Generic[B]):
         if max_errors is None:
             return ""
         losses = epoch.losses
-        most = failures.most_allowed(
-            max_errors,
-            length=epoch.length,
-            batches=tally.batches,
-            samples=tally.samples,
-            is_taken=is_taken,
-        )
+        most = failures.most_allowed(max_errors, epoch.length, tally, is_taken=is_taken)
         if losses.count <= most:
             return ""
         epoch.has_reported_excess = True

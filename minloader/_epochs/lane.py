@@ -37,7 +37,7 @@ from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
 from minloader._pools.base import HeldItem, Pool
-from minloader._worker.messages import Reply, TaskMessage
+from minloader._worker.messages import Reply, TaskMessage, ordinal_in_epoch
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -307,6 +307,10 @@ class Lane:
                 joined.append((start, stop))
         return joined[0][1], tuple(joined[1:])
 
+    def ordinal_in_epoch(self, ordinal: int) -> int:
+        """Return the ordinal of a batch in its epoch, as messages give it."""
+        return ordinal_in_epoch(ordinal, shard=self.feed.shard, total=self.feed.total)
+
     def samples_of(self, task: Task, ordinal: int) -> int:
         """Return how many samples a batch is made of, as far as that is known."""
         if isinstance(self.feed, ShardFeed):
@@ -401,12 +405,12 @@ class Lane:
                 "%s; said once",
                 slots.advice,
             )
-        ordinal = self.feed.ordinal_in_epoch(task.first)
+        ordinal = self.ordinal_in_epoch(task.first)
         labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
         counters.made(reply, labels, task.item(made - 1))
         limit = shared.job.options.memory_limit
         if limit is not None and figures.usage.memory > limit:
-            last = self.feed.ordinal_in_epoch(task.first + made - 1)
+            last = self.ordinal_in_epoch(task.first + made - 1)
             where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))
 

@@ -34,6 +34,9 @@ class LossyLane(TaskQueue, Protocol):
     feed: Feed | ShardFeed
     pool: Pool
 
+    def ordinal_in_epoch(self, ordinal: int) -> int:
+        """Return the ordinal of a batch in its epoch, as messages give it."""
+
 
 def replacements(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     """Return what takes the place of a task that was lost.
@@ -49,7 +52,7 @@ def replacements(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
     error = shipment.error
     assert error is not None
     labels = {
-        "batch": lane.feed.ordinal_in_epoch(task.first),
+        "batch": lane.ordinal_in_epoch(task.first),
         "epoch": lane.feed.epoch,
         "count": len(task.items),
     }
@@ -68,7 +71,7 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     n = max(0, death.item)
     retry = task.part(n, n + 1, tries=task.tries + 1)
     label = BatchLabel(
-        ordinal=lane.feed.ordinal_in_epoch(task.first + n),
+        ordinal=lane.ordinal_in_epoch(task.first + n),
         epoch=lane.feed.epoch,
         item=task.item(n),
         sample=_sample_of(lane, task, n, death.sample_number),
@@ -140,7 +143,7 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
     # one: so each has been tried.
     who = "this process" if pool.replaces else "the executor"
     if len(task.items) > 1 or task.tries < lane.shared.options.retries:
-        ordinal = lane.feed.ordinal_in_epoch(task.first)
+        ordinal = lane.ordinal_in_epoch(task.first)
         logger.warning("%s lost batch %d, which is made again: %s", who, ordinal, error)
         counters.errors.retries += 1
         tries = task.tries + 1
@@ -158,4 +161,11 @@ def _report_death(lane: LossyLane, death: Death, batch: BatchLabel) -> None:
     labels = {"batch": batch.ordinal, "epoch": batch.epoch, "cause": death.cause}
     where = track_of(death.worker, death.pid)
     lane.shared.counters.record(where, "died", time.perf_counter(), 0.0, labels)
-    failures.log_death(death, batch)
+    logger.warning(
+        "worker %d (pid %d) died: %s; it was making %s; the workers are replaced, and what was "
+        "under way is made again",
+        death.worker,
+        death.pid,
+        death.cause,
+        str(batch),  # else a log that is kept keeps the item
+    )

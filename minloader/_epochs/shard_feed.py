@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from minloader._epochs.position import Check, LanePosition, SourceState
 from minloader._epochs.task import Task
 from minloader._sampling.source import pass_numbers
-from minloader._worker.messages import Failure, Reply, Shard, ordinal_in_epoch
+from minloader._worker.messages import Failure, Reply, Shard
 from minloader._worker.run import READING, READING_ON
 
 logger = logging.getLogger("minloader")
@@ -112,10 +112,6 @@ class ShardFeed:
             pass_number=self.pass_number,
             follows=self._follows,
         )
-
-    def ordinal_in_epoch(self, ordinal: int) -> int:
-        """Return the ordinal of a batch in its epoch, as messages give it."""
-        return ordinal_in_epoch(ordinal, shard=self.shard, total=self.total)
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
         """Return what tells whether the shard gives again what it has given.
