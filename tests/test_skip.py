@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -316,6 +317,15 @@ def test_too_many_errors_end_the_run(make, options, given):
     assert "3 of the batches and samples of epoch 0 failed, more than max_errors=" in text
     assert f"max_errors={most}; the first of these:" in text
     assert "  batch 3, sample 3: OSError: sample 3 is corrupt\n  batch 4, sample 4" in text
+
+
+@pytest.mark.parametrize("argument", ["on_error", "on_sample_error"])
+def test_samples_whose_indices_look_alike_are_several(argument):
+    paths = [Path(f"/data/train/kind-{n}/images/000001.jpeg") for n in range(8)]
+    options = {"num_workers": 0, "collate_fn": list, "max_errors": 3, argument: "skip"}
+    loader = Loader(Path.read_bytes, [[path] for path in paths], **options)
+    with pytest.raises(BatchError, match="4 of the batches and samples of epoch 0 failed"):
+        list(loader)
 
 
 def _going_on(batches: Iterator[Any]) -> Iterator[Any]:

@@ -24,7 +24,7 @@ INDEX_KEPT = 1000
 
 
 def plain(sample: Any) -> Any:
-    """Return the index of a sample as JSON can have it; of what it cannot, a short text."""
+    """Return the index of a sample as JSON can have it; of what it cannot, a text."""
     if sample is None or isinstance(sample, bool | float):
         return sample
     if isinstance(sample, str):
@@ -34,6 +34,10 @@ def plain(sample: Any) -> Any:
     try:
         return operator.index(sample)  # numpy's, too
     except TypeError:
+        pass
+    try:
+        return repr(sample)[:INDEX_KEPT]  # no short one: many paths begin and end alike
+    except Exception:
         return brief_repr(sample)
 
 
