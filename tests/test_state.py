@@ -467,6 +467,7 @@ def test_states_that_do_not_fit():
     refuses({"version": 1, "seed": 0}, "damaged.*epoch")
     refuses(state | {"batches": -1}, "damaged.*at least 0")
     refuses(state | {"batches": "x"}, "damaged.*must be an int")
+    refuses(state | {"length": "20"}, "damaged.*length must be an int")
     refuses(state | {"delivered_ahead": [[1]]}, "damaged")
     refuses(state | {"delivered_ahead": [[6, 5]]}, "damaged")
     refuses(state | {"sampler": {}}, "damaged")

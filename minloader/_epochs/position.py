@@ -317,7 +317,8 @@ def from_state(
                 raise ValueError("it has no shards")
         else:
             lanes = [_sampler_position(state)]
-            length = state["length"]
+            if state["length"] is not None:
+                length = check_int("length", state["length"], 0)
         position = Position(
             epoch=epoch,
             lanes=lanes,
@@ -403,11 +404,8 @@ def _read_check(check: Any) -> Check | None:
 
 
 def _read_ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
-    ranges = []
-    for start, stop in state["delivered_ahead"]:
-        ranges.append(
-            (check_int("delivered_ahead", start, 0), check_int("delivered_ahead", stop, 0))
-        )
+    name = "delivered_ahead"
+    ranges = [(check_int(name, start, 0), check_int(name, stop, 0)) for start, stop in state[name]]
     return tuple(ranges)
 
 
