@@ -131,16 +131,19 @@ class Epochs:
         """Return where the next epoch begins, as far as a state can say."""
         source = self._next_source()
         position = self._next_position(source)
-        return position_of_size(position, source) if self._next_follows_length else position
+        if self._next_follows_length:
+            return position_of_size(position, source)
+        if self.resume is None and not position.is_stream:
+            position = replace(position, length=source.length_between())
+        return position
 
     def _next_position(self, source: SamplerSource) -> Position:
         if self.resume is not None:
             return self.resume
-        if not self.begun:
-            return self._first_position(self.number, source)
-        position = self._position_after(self.begun[0], self.number, is_abandoned=self.would_abandon)
-        length = None if position.is_stream else source.length_between()
-        return replace(position, length=length)
+        if self.begun:
+            former = self.begun[0]
+            return self._position_after(former, self.number, is_abandoned=self.would_abandon)
+        return self._first_position(self.number, source)
 
     @property
     def _next_follows_length(self) -> bool:
@@ -174,8 +177,7 @@ class Epochs:
     def _first_position(self, number: int, source: SamplerSource) -> Position:
         if self.shards is None:
             lane = LanePosition(source_state=SourceState(0, source.state_before()))
-            length = source.length_between()
-            return Position(epoch=number, lanes=[lane], length=length)
+            return Position(epoch=number, lanes=[lane])
         state = None
         try:  # many have none before their first item
             state = state_of(self._dataset)
@@ -268,22 +270,20 @@ class Epochs:
             self.begun = deque()
 
     def _begins_at(self) -> Position:
-        """Return where the next epoch begins; its length only if that is known from a state."""
+        """Return where the next epoch begins, with the length that it must have."""
         if self.resume is not None:
             position = self.next_position()
             if position.is_stream and not is_stateful(self._dataset):
                 shards = [lane for lane in position.lanes if lane.source_state.state is None]
                 checks.warn_rereading([lane.given for lane in shards if not lane.is_ended])
             return position
-        if self.begun:
-            return self._position_after(self.begun[0], self.number, is_abandoned=self.would_abandon)
-        if self.shards is None:
-            return replace(self.next_position(), length=None)
-        # Each copy of the stream begins as it is: it need not be asked for its state here.
-        return Position(epoch=self.number, lanes=[LanePosition()] * self.shards, is_stream=True)
+        if self.shards is not None and not self.begun:
+            # Each copy of the stream begins as it is: it need not be asked for its state here.
+            return Position(epoch=self.number, lanes=[LanePosition()] * self.shards, is_stream=True)
+        return self._next_position(self.source)
 
     def _position_after(self, former: Epoch, number: int, *, is_abandoned: bool) -> Position:
-        """Return where an epoch begins after another one, whatever its length is.
+        """Return where an epoch begins after another one.
 
         Args:
             former: the other.
@@ -292,9 +292,7 @@ class Epochs:
         """
         lanes = [lane.feed.following(is_abandoned=is_abandoned) for lane in former.lanes]
         position = Position(epoch=number, lanes=lanes, is_stream=former.is_stream)
-        if self._follows_length:
-            position = replace(position_of_size(position, self.source), length=None)
-        return position
+        return position_of_size(position, self.source) if self._follows_length else position
 
     def _feeds(self, position: Position, former: Epoch | None) -> list[Feed | ShardFeed]:
         """Return what an epoch is drawn from; for the arguments see :meth:`_make`."""
