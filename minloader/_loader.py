@@ -359,7 +359,7 @@ class Loader(Generic[B]):
             ValueError: the sampler does not give what it gave when the state was taken.
         """
         course = Course(self._epochs, 1)
-        batches: Batches[B] = Batches(self._shared, course.begin, self.state_dict)
+        batches: Batches[B] = Batches(course.begin, self.state_dict)
         try:
             batches.begin()
             return batches
@@ -392,9 +392,7 @@ class Loader(Generic[B]):
         until = None if until is None else check_int("until", until, 0)
         course = Course(self._epochs, n, until)
         is_endless = n is None and until is None
-        return Batches(
-            self._shared, course.begin, self.state_dict, is_of_several=True, is_endless=is_endless
-        )
+        return Batches(course.begin, self.state_dict, is_of_several=True, is_endless=is_endless)
 
     @property
     def epoch(self) -> int:

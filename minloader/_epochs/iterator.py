@@ -65,15 +65,15 @@ class Batches(Iterator[B], Generic[B]):
     :meth:`Loader.epochs`. It goes on after an error.
 
     Args:
-        shared: what the loader's epochs share; None: who begins the first epoch gives it.
-        begin_next: begins its first epoch, and those after that.
+        begin_next: begins its first epoch, and gives what it shares with others; and those after
+            that.
         state_dict: returns the state of the loader.
         is_of_several: whether there are several epochs, so that the number of its epoch comes with
             each batch.
         is_endless: whether there may be endlessly many epochs.
 
     Attributes:
-        shared: what the loader's epochs share, at the latest from when the first was begun.
+        shared: what the loader's epochs share, from when the first was begun.
         arrivals: what has come back of the workers, and was not looked at.
         epochs: those that were begun, the consumer's first.
         claims: what is on its way to the consumer.
@@ -83,15 +83,12 @@ class Batches(Iterator[B], Generic[B]):
 
     def __init__(
         self,
-        shared: Shared | None,
         begin_next: BeginNext,
         state_dict: Callable[[], dict[str, Any]],
         *,
         is_of_several: bool = False,
         is_endless: bool = False,
     ) -> None:
-        if shared is not None:
-            self.shared = shared
         self.arrivals: Arrivals = queue.SimpleQueue()
         self.epochs: deque[Epoch] = deque()
         self.claims = Claims()
@@ -233,7 +230,9 @@ class Batches(Iterator[B], Generic[B]):
             )
         claims.is_taking = True
         try:
-            if not (self.epochs or self._is_over):
+            if not self.epochs:
+                if self._is_over:  # there was none
+                    raise StopIteration
                 self.begin()  # with the first epoch, if that was not done when this was made
             counters = self.shared.counters
             begin = perf_counter()

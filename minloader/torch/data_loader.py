@@ -697,7 +697,7 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
     """
 
     def __init__(self, owner: DataLoader[T], begin: BeginNext) -> None:
-        super().__init__(None, begin, owner.state_dict)
+        super().__init__(begin, owner.state_dict)
         self.owner = owner
         self._given = 0
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
