@@ -24,7 +24,6 @@ import time
 from collections import deque
 from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
-from typing import Any
 
 from minloader._checks import snapshot
 from minloader._epochs import failures, lost
@@ -36,7 +35,7 @@ from minloader._epochs.task import Arrivals, Shipment, Task
 from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
-from minloader._pools.base import HeldItem, Pool
+from minloader._pools.base import Pool
 from minloader._worker.messages import Reply, TaskMessage, ordinal_in_epoch
 from minloader._worker.run import CHUNK_SECONDS
 
@@ -211,7 +210,7 @@ class Lane:
         most = min(self._chunk, limit)
         while most and not feed.is_ended and feed.error is None:
             feed.draw(task, self.pool.hold, most, until)
-            wants_more = bool(reads) and self._max_chunk > 1 and _samples(task.items) < reads
+            wants_more = bool(reads) and self._max_chunk > 1 and _samples(task) < reads
             wants_more = wants_more and time.perf_counter() < until
             most = 1 if wants_more and len(task.items) < limit else 0
         feed.finish(task)
@@ -480,7 +479,7 @@ class Lane:
             task.forget()
 
 
-def _samples(items: list[Any]) -> int:
-    """Return how many samples there are in some items, as far as that can be seen."""
-    bare = (item.item if isinstance(item, HeldItem) else item for item in items)
-    return sum(len(item) if isinstance(item, list) else 1 for item in bare)
+def _samples(task: Task) -> int:
+    """Return how many samples there are in the items of a task, as far as that can be seen."""
+    items = map(task.item, range(len(task.items)))
+    return sum(len(item) if isinstance(item, list) else 1 for item in items)
