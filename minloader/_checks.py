@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import operator
 import reprlib
 import sys
@@ -509,6 +510,14 @@ def check_stream(batch_size: Any, shuffle: Any, last_batch: Any, collate_fn: Any
     return batch_size  # type: ignore[no-any-return]
 
 
+def as_float(value: Any) -> float:
+    """Return a number as a float; an int of hundreds of digits is infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def check_timeout(timeout: Any, executor: Any) -> float | None:
     """Return a number of seconds, or None for no limit.
 
@@ -519,7 +528,8 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout must be a number of seconds or None, got {brief_repr(timeout)}")
-    if not float(timeout) > 0:
+    seconds = as_float(timeout)
+    if not seconds > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}; None for no limit")
     if isinstance(executor, Executor):
         raise ValueError(
@@ -531,7 +541,7 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
             f"timeout={timeout} is for executor='process': a thread cannot be killed; drop timeout "
             "or executor='thread'"
         )
-    return float(timeout)
+    return seconds
 
 
 def reads_at_once(dataset: Any) -> int:

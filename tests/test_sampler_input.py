@@ -121,6 +121,7 @@ def make(kind: str, **changed: Any) -> Any:
         ("mixture", {"weights": [1]}, ValueError, r"weights must be 2 numbers, one for each part"),
         ("mixture", {"weights": [1, -0.5]}, ValueError, r"weights must be .* at least 0.* -0\.5\]"),
         ("mixture", {"weights": [1, math.nan]}, ValueError, r"weights must be finite.* \[1, nan\]"),
+                (kind, {"sampler": Indexed()}, TypeError, "sampler must have __iter__, or be a"),
         ("mixture", {"weights": [1, math.inf]}, ValueError, r"weights must be finite.* \[1, inf\]"),
         ("mixture", {"weights": [0, 0.0]}, ValueError, r"not all of them 0, got \[0, 0\.0\]"),
         ("mixture", {"weights": [1, 10**400]}, ValueError, r"weights must be finite"),
@@ -242,6 +243,7 @@ def costing(value: Any) -> Any:
             partial(DynamicBatchSampler, max_total=9, cost=math.sqrt),
             [4, -4],
             ValueError,
+                (10**400, "10000"),
             r"lengths\[1\] is -4, but must be at least 0",
         ),
     ],
@@ -402,6 +404,7 @@ def test_a_window_is_planned_by_itself(monkeypatch, kind):
 
     # It would begin anew if it were asked for an iterator at each window.
     own = PLANNED[kind](lambda n: 1, sampler=SelfIterating(range(60)))
+    assert list(DynamicBatchSampler([10**30] * 5, 10**400)) == [[0, 1, 2, 3, 4]]
     assert flat(islice(own, 12)) == list(range(60))
 
 

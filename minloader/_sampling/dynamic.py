@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import check_callable, check_int
+from minloader._checks import as_float, check_callable, check_int
 from minloader._sampling.source import LookUp
 from minloader._sampling.windows import Plan, WindowSampler
 
@@ -107,10 +107,10 @@ class DynamicBatchSampler(WindowSampler):
             )
         name = "max_total" if max_padded is None else "max_padded"
         budget: Any = max_total if max_padded is None else max_padded  # numpy numbers too
-        if isinstance(budget, bool) or not isinstance(budget, Real) or not float(budget) > 0:
+        if isinstance(budget, bool) or not isinstance(budget, Real) or not as_float(budget) > 0:
             raise ValueError(f"{name} must be a number above 0, got {budget!r}")
-        self.max_total = None if max_total is None else float(max_total)
-        self.max_padded = None if max_padded is None else float(max_padded)
+        self.max_total = None if max_total is None else as_float(max_total)
+        self.max_padded = None if max_padded is None else as_float(max_padded)
         self.max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
         self.buckets = check_int("buckets", buckets, 1)
         check_callable("cost", cost)

@@ -14,7 +14,14 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_choice, has_getitem, is_array_like
+from minloader._checks import (
+    as_float,
+    brief_repr,
+    check_choice,
+    check_int,
+    has_getitem,
+    is_array_like,
+)
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
@@ -59,20 +66,13 @@ def check_weights(name: str, given: Any, parts: int) -> list[float]:
         raise ValueError(
             f"{name} must be {parts} numbers, one for each part, got {brief_repr(given)}"
         )
-    weights = [_as_float(value) for value in values]
+    weights = [as_float(value) for value in values]
     if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
         raise ValueError(
             f"{name} must be finite numbers of at least 0, not all of them 0, got "
             f"{brief_repr(given)}"
         )
     return weights
-
-
-def _as_float(value: Real) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # of an int of hundreds of digits
-        return math.inf
 
 
 def source_of(number: int, part: Any, order: Callable[[int], int] | None) -> ItemSource:
@@ -216,7 +216,7 @@ class Draws:
             raise TypeError(
                 f"lengths must be one number for each item, got {brief_repr(length)} for {draw!r}"
             )
-        value = _as_float(length)
+        value = as_float(length)
         if not 0 <= value <= MOST_LENGTH:
             raise ValueError(
                 f"lengths[{draw!r}] is {value:g}, but must be at least 0 and at most "

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import brief_repr, check_choice, check_iterable, is_array_like
+from minloader._checks import as_float, brief_repr, check_choice, check_iterable, is_array_like
 from minloader._errors import without_frames
 from minloader._sampling.base import Run, RunState, Sampler
 from minloader._sampling.seeding import Piece
@@ -373,7 +373,8 @@ class WindowSampler(Sampler):
         for number, length in enumerate(distinct.tolist()):  # Python's: any callable will do
             try:
                 cost = self.cost(length)
-                if not isinstance(cost, Real) or isinstance(cost, bool) or not 0 <= cost < math.inf:
+                is_number = isinstance(cost, Real) and not isinstance(cost, bool)
+                if not is_number or not 0 <= as_float(cost) < math.inf:
                     raise ValueError(
                         "cost must give a finite number of at least 0, but for the length "
                         f"{length} it gave {brief_repr(cost)}"
@@ -443,12 +444,7 @@ def _has_items(lengths: Any) -> bool:
 
 def _for_numpy(number: Any) -> Any:
     """Return a number such that numpy finds a type for it and any others."""
-    if number < MOST:
-        return max(-1, number)
-    try:
-        return float(number)
-    except OverflowError:  # of an int of hundreds of digits
-        return math.inf
+    return max(-1, number) if number < MOST else as_float(number)
 
 
 def _cut(lengths: NDArray[Any], capacity: int) -> tuple[NDArray[Any], NDArray[Any]]:
