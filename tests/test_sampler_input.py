@@ -42,6 +42,17 @@ PLANNED: dict[str, Callable[..., Any]] = {
 }
 """The samplers of lengths."""
 
+
+class Indexed:
+    """It can be iterated by its indices, but has no ``__iter__``, as a map-style dataset."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return [7, 8, 9, 10][index]
+
+
 every_kind = pytest.mark.parametrize("kind", GIVEN)
 planned = pytest.mark.parametrize("kind", PLANNED)
 lengths_as = pytest.mark.parametrize("wrap", [list, np.array, Lazily, iter])
@@ -65,6 +76,7 @@ def make(kind: str, **changed: Any) -> Any:
         ("batch", {"n_or_sampler": None}, TypeError, "n_or_sampler must be an int"),
         ("batch", {"n_or_sampler": True}, TypeError, "n_or_sampler must be an int"),
         ("batch", {"n_or_sampler": np.array(2.5)}, TypeError, "n_or_sampler must be an int"),
+        ("batch", {"n_or_sampler": Indexed()}, TypeError, "n_or_sampler must have __iter__, or be"),
         ("batch", {"n_or_sampler": "a.txt"}, TypeError, "n_or_sampler must be .* string 'a.txt'"),
         ("batch", {"batch_size": 0}, ValueError, "batch_size must be at least 1"),
         ("batch", {"batch_size": 2.0}, TypeError, "batch_size must be an int"),
@@ -80,6 +92,7 @@ def make(kind: str, **changed: Any) -> Any:
             for wrong in (0, math.nan, True, "9")
         ),
         ("dynamic", {"max_total": None, "max_padded": -3}, ValueError, "max_padded must be a num"),
+        ("dynamic", {"max_total": -(10**400)}, ValueError, "max_total must be a number above 0"),
         ("dynamic", {"max_batch": 0}, ValueError, "max_batch must be at least 1"),
         ("dynamic", {"max_batch": 1.5}, TypeError, "max_batch must be an int"),
         ("dynamic", {"buckets": 0}, ValueError, "buckets must be at least 1"),

@@ -24,6 +24,7 @@ from minloader._checks import (
     brief_repr,
     check_int,
     has_epochs,
+    has_getitem,
     is_array_like,
     is_read_once,
     is_stateful,
@@ -333,6 +334,11 @@ class ItemSource(Source):
                 raise ValueError(f"{name} must be at most {sys.maxsize}, got {count}")
             self.values = range(count)
         self._order = order
+            if has_getitem(items):
+                raise TypeError(
+                    f"{name} must have __iter__, or be a number of samples, got "
+                    f"{brief_repr(items)}; for its samples, give its len()"
+                )
 
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
