@@ -346,8 +346,7 @@ def test_an_inner_epoch_without_a_batch_is_not_begun_once_more_after_a_resume():
 
 
 def test_items_of_every_kind_are_left_for_the_next_epoch():
-    items = [("a", 1), ["b", (2,)], {"path": "c"}, Piece(("d", 3), 0, 5), {"x": 1, "y": 2}]
-    lived = BatchSampler(items, 4, last_batch="rollover")
+    items = [("a", 1), ["b", (2,)], {"path": "c"}, Piece(("d", 3), 0, 5), {"tuple": [2], "item": 1}]
     for at in range(5):
         lived = BatchSampler(items[at:] + items[:at], 4, last_batch="rollover")
         assert list(lived) == [lived.sampler[:4]]

@@ -256,6 +256,8 @@ def to_json(item: Any) -> Any:
         return parts if isinstance(item, list) else {name: parts}
     if isinstance(item, tuple):
         return {"tuple": item}
+    if isinstance(item, dict):  # which may look like those that are made here
+        return {"item": item}
     return item.item() if hasattr(item, "item") and not getattr(item, "shape", True) else item
 
 
@@ -263,11 +265,14 @@ def from_json(item: Any) -> Any:
     """Undo :func:`to_json`."""
     if isinstance(item, list):
         return list(map(from_json, item))
-    for name, kind in ("tuple", tuple), ("Piece", Piece._make):
-        if isinstance(item, dict) and item.keys() == {name}:
-            parts = item[name]
-            return parts if isinstance(parts, tuple) else kind(map(from_json, parts))
-    return item
+    if not isinstance(item, dict):
+        return item
+    if "tuple" in item:
+        parts = item["tuple"]
+        return parts if isinstance(parts, tuple) else tuple(map(from_json, parts))
+    if "Piece" in item:
+        return Piece._make(map(from_json, item["Piece"]))
+    return item.get("item", item)
 
 
 class LookUp(Protocol):
