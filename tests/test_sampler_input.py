@@ -121,6 +121,7 @@ def make(kind: str, **changed: Any) -> Any:
                 (kind, {"lengths": {1: 120}}, TypeError, "lengths is a mapping"),
                 (kind, {"sampler": 3}, TypeError, "sampler must be iterable or None, got 3"),
                 (kind, {"lengths": iter([1]), "sampler": [0]}, TypeError, "must have __getitem__"),
+                (kind, {"sampler": Indexed()}, TypeError, "sampler must have __iter__, or be a"),
             )
         ),
         ("mixture", {"parts": 3}, TypeError, "parts must be a list of parts, got 3"),
@@ -134,7 +135,6 @@ def make(kind: str, **changed: Any) -> Any:
         ("mixture", {"weights": [1]}, ValueError, r"weights must be 2 numbers, one for each part"),
         ("mixture", {"weights": [1, -0.5]}, ValueError, r"weights must be .* at least 0.* -0\.5\]"),
         ("mixture", {"weights": [1, math.nan]}, ValueError, r"weights must be finite.* \[1, nan\]"),
-                (kind, {"sampler": Indexed()}, TypeError, "sampler must have __iter__, or be a"),
         ("mixture", {"weights": [1, math.inf]}, ValueError, r"weights must be finite.* \[1, inf\]"),
         ("mixture", {"weights": [0, 0.0]}, ValueError, r"not all of them 0, got \[0, 0\.0\]"),
         ("mixture", {"weights": [1, 10**400]}, ValueError, r"weights must be finite"),
@@ -243,6 +243,7 @@ def costing(value: Any) -> Any:
                 (-1, "-1"),
                 (math.nan, "nan"),
                 (math.inf, "inf"),
+                (10**400, "10000"),
                 (None, "None"),
                 (True, "True"),
                 ("5", "'5'"),
@@ -256,7 +257,6 @@ def costing(value: Any) -> Any:
             partial(DynamicBatchSampler, max_total=9, cost=math.sqrt),
             [4, -4],
             ValueError,
-                (10**400, "10000"),
             r"lengths\[1\] is -4, but must be at least 0",
         ),
     ],
@@ -404,6 +404,7 @@ def test_a_huge_length_is_the_error_of_its_sample_alone(kind, length, wrap):
 
 def test_lengths_that_no_integer_of_numpy_holds():
     assert list(DynamicBatchSampler([10**30] * 5, 2.5e30)) == [[0, 1], [2, 3], [4]]
+    assert list(DynamicBatchSampler([10**30] * 5, 10**400)) == [[0, 1, 2, 3, 4]]
 
 
 @planned
@@ -417,7 +418,6 @@ def test_a_window_is_planned_by_itself(monkeypatch, kind):
 
     # It would begin anew if it were asked for an iterator at each window.
     own = PLANNED[kind](lambda n: 1, sampler=SelfIterating(range(60)))
-    assert list(DynamicBatchSampler([10**30] * 5, 10**400)) == [[0, 1, 2, 3, 4]]
     assert flat(islice(own, 12)) == list(range(60))
 
 
@@ -622,6 +622,44 @@ def test_a_damaged_place_of_what_is_read_is_refused(kind):
         place[:] = [wrong, None, False]
         with pytest.raises(error, match=r"items read of .* must be"):
             sampler.load_state_dict(state)
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each dict and list within a state, with each of its keys."""
+    for key in list(value if isinstance(value, dict) else range(len(value))):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+@every_kind
+@pytest.mark.parametrize("taken", [0, 2, 99])
+def test_a_damaged_state_is_refused_at_once_or_can_be_gone_on_from(kind, taken):
+    lived = make(kind)
+    deque(islice(lived, taken), 0)
+    state = json.loads(json.dumps(lived.state_dict()))
+    sampler = make(kind)
+    refused = 0
+    for within, key in list(places(state)):
+        right = within[key]
+        for wrong in (None, "x", -1, 1.5, [], [0], {}):
+            within[key] = wrong
+            before = sampler.state_dict()
+            try:
+                sampler.load_state_dict(state)
+            except (TypeError, ValueError):
+                assert sampler.state_dict() == before
+                refused += 1
+            else:
+                list(sampler)
+                sampler = make(kind)
+        within[key] = right
+        if isinstance(within, dict):
+            del within[key]
+            with pytest.raises((TypeError, ValueError)):
+                sampler.load_state_dict(state)
+            within[key] = right
+    assert refused > 60
 
 
 @every_kind

@@ -383,6 +383,10 @@ class MixtureSampler(StepSampler):
             or any(not isinstance(part, list | tuple) or len(part) != 2 for part in parts)
         ):
             raise ValueError(f"source must be draws from all parts, got {brief_repr(position)}")
+        due = position["due"]
+        if not isinstance(due, list | tuple) or [type(each) for each in due] != [int] * len(parts):
+            raise ValueError(f"due must be an int for each part, got {brief_repr(due)}")
+        check_int("longest", position["longest"], 1)
         step = position["step"]
         weights = position["weights"]
         now = self._weights_at(epoch, step) if weights else weights
@@ -391,7 +395,8 @@ class MixtureSampler(StepSampler):
                 f"weights of step {step} are {now}, but the state is of weights {weights}; give "
                 "those it had then, or a function that returns others from a later step on"
             )
-        for part, (_, at) in zip(self._parts, parts, strict=True):
+        for part, (passes, at) in zip(self._parts, parts, strict=True):
+            check_int(f"passes of {part.name}", passes, 0)
             part.check(at)
 
     def _restore(self, epoch: int, position: dict[str, Any]) -> None:

@@ -334,16 +334,16 @@ class ItemSource(Source):
         if type(items).__name__ == "Series" and hasattr(items, "iloc"):
             self.values = items.to_numpy()  # pandas' own would be read by their labels
         if not isinstance(items, Iterable):
-            count = check_int(name, items, 0)
-            if count > sys.maxsize:
-                raise ValueError(f"{name} must be at most {sys.maxsize}, got {count}")
-            self.values = range(count)
-        self._order = order
             if has_getitem(items):
                 raise TypeError(
                     f"{name} must have __iter__, or be a number of samples, got "
                     f"{brief_repr(items)}; for its samples, give its len()"
                 )
+            count = check_int(name, items, 0)
+            if count > sys.maxsize:
+                raise ValueError(f"{name} must be at most {sys.maxsize}, got {count}")
+            self.values = range(count)
+        self._order = order
 
     def __len__(self) -> int:
         return len(self.items if self.values is None else self.values)
