@@ -57,6 +57,16 @@ class Told:
         return iter([PASS * self.epoch + each for each in shuffled_indices(self.n, self.epoch)])
 
 
+class EverySecond(Told):
+    """As :class:`Told`, but every second epoch has nothing."""
+
+    def __len__(self) -> int:
+        return 0 if self.epoch % 2 else self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(()) if self.epoch % 2 else super().__iter__()
+
+
 class Counted:
     """Counts its passes itself, has a state and no ``set_epoch``. Its ``__iter__`` is a generator.
 
