@@ -808,6 +808,20 @@ def test_epochs_without_batches_end(make, argument):
             next(run(make(Guarded(faulty=[0, 1]), range(2), **options)))
 
 
+class NeverPutBack(Stateful):
+    def load_state_dict(self, state):
+        raise AssertionError(f"it was to be put back to {state}")
+
+
+@pytest.mark.parametrize("over", [lambda inner: inner, lambda inner: BatchSampler(inner, 2)])
+def test_a_sampler_stands_where_an_epoch_has_ended(make, over):
+    """Another epoch needs no state of it, nor one that could not be put back."""
+    with make(repr, over(NeverPutBack(range(5)))) as loader:
+        first = list(loader)
+        assert list(loader) == first
+        assert [batch for _, batch in loader.epochs(2)] == first * 2
+
+
 @pytest.mark.parametrize("n", [2, None])
 def test_the_epochs_are_over_behind_one_without_batches(make, n):
     loader = make(Guarded(), OneEpoch())
