@@ -79,7 +79,10 @@ class Claims:
 
     def all(self) -> list[Claim]:
         """Return all of them."""
-        return [*self.by_thread.values(), *(claim for claim, _ in self.staged)]
+        claims = list(self.by_thread.values())
+        for claim, _ in self.staged:  # no generator: it takes its time with each batch
+            claims.append(claim)
+        return claims
 
     def drop(self) -> None:
         """Let go of the batches: nobody will take them. Their places remain, for the position."""

@@ -302,10 +302,10 @@ class Epochs:
             return [Feed(self.source, number, lane, length=position.length)]
         return [
             ShardFeed(
-                shard,
-                len(position.lanes),
-                number,
-                lane,
+                shard=shard,
+                total=len(position.lanes),
+                epoch=number,
+                position=lane,
                 follows=None if former is None else former.lanes[shard].feed.pass_to_follow,
             )
             for shard, lane in enumerate(position.lanes)

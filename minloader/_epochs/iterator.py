@@ -352,12 +352,12 @@ class Batches(Iterator[B], Generic[B]):
                 self._check_may_go_on()
             epoch, lane, task = self._next_lane()
             if task is None:
-                return Claim(lane, None, error=lane.feed.error)
+                return Claim(lane=lane, task=None, error=lane.feed.error)
             ordinal = lane.taken
             if task.first > ordinal:
                 ordinal = lane.next_in(task)
             n = ordinal - task.first
-            claim = Claim(lane, task, ordinal, task.unpack(n))
+            claim = Claim(lane=lane, task=task, ordinal=ordinal, outcome=task.unpack(n))
             samples: list[tuple[Any, str]] = []
             reply = task.reply
             assert reply is not None
@@ -709,7 +709,9 @@ class Batches(Iterator[B], Generic[B]):
         first, work = staged[0]
         outcome, error = stage.receive(work)
         stage.check_open()  # another thread may have closed it meanwhile
-        claim = Claim(first.lane, first.task, first.ordinal, outcome, error)
+        claim = Claim(
+            lane=first.lane, task=first.task, ordinal=first.ordinal, outcome=outcome, error=error
+        )
         self._leave_epochs_before(next(epoch for epoch in self.epochs if first.lane in epoch.lanes))
         rest = staged[1:]
         counters = self.shared.counters
