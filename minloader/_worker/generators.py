@@ -298,26 +298,33 @@ class OwnGenerators:
     Args:
         job: what it makes them from.
         restores: whether they are the user's, and put back after each batch.
+
+    Attributes:
+        drawn: names of those that were found to be drawn from in several batches, since it was
+            emptied.
     """
 
     def __init__(self, job: Job, *, restores: bool) -> None:
         self.job = job
         self.restores = restores
-        self._drawn: tuple[str, ...] = ()  # names of those drawn from in several batches
+        self.drawn: tuple[str, ...] = ()
         self._batches = 0
         self._counts = Counter[str]()  # in how many batches each was drawn from
 
     def take_drawn(self) -> tuple[str, ...]:
-        """Return the names of those that several batches have drawn from, each of them once."""
-        drawn = self._drawn
-        self._drawn = ()
+        """Return the names in ``drawn``, and empty it."""
+        drawn = self.drawn
+        self.drawn = ()
         return drawn
 
     def for_batch(self, info: WorkerInfo, key: BatchKey) -> BatchGenerators | None:
-        """Return those to seed or to compare for a batch; None if there are none to look at."""
-        noted = current_batch(info).generators
-        if noted == {} or key[1] < 0:  # worker_init_fn may be what makes them
+        """Return those to seed or to compare for a batch; None if there are none to look at.
+
+        Call it only if the info's ``generators`` are no empty dict: then there are none.
+        """
+        if key[1] < 0:  # worker_init_fn, which may be what makes them
             return None
+        noted = current_batch(info).generators
         generators = noted
         if generators is None:
             generators = self.find(info) if self.job.options.seed_generators else {}
@@ -349,7 +356,7 @@ class OwnGenerators:
         self._batches += 1
         self._counts.update(changed)
         several = [name for name in changed if self._counts[name] == 2]
-        self._drawn += tuple(several)
+        self.drawn += tuple(several)
         kept = compared if self._batches < COMPARED_BATCHES else {}
         current.generators = {name: own for name, own in kept.items() if name not in several}
 

@@ -244,7 +244,8 @@ class Worker:
             try:
                 self._leave_out_suspects(task, n)
                 begin_batch(self.info, task.epoch, task.ordinal + n)
-                item = self._environment.unpack_item(item)
+                if type(item) is bytes:
+                    item = self._environment.unpack_item(item)
                 if type(maker.early_reads) is not list:
                     raise maker.early_reads
                 key = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
@@ -318,7 +319,9 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        generators = self._own_generators.for_batch(self.info, key)
+        generators = None
+        if current_batch(self.info).generators != {}:
+            generators = self._own_generators.for_batch(self.info, key)
         restore_globals = self._environment.save_globals()
         try:
             try:
