@@ -357,7 +357,8 @@ class Batches(Iterator[B], Generic[B]):
             if task.first > ordinal:
                 ordinal = lane.next_in(task)
             n = ordinal - task.first
-            claim = Claim(lane=lane, task=task, ordinal=ordinal, outcome=task.unpack(n))
+            # By position: keywords take 0.3 µs with each batch.
+            claim = Claim(lane, task, ordinal, task.unpack(n))
             samples: list[tuple[Any, str]] = []
             reply = task.reply
             assert reply is not None
