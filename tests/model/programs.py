@@ -1028,7 +1028,7 @@ class Program:
             self.drop(-1)
         self.former = None
         self.loader.close()
-        if self.what.stream and self.what.has_state:
+        if self.what.stream and self.what.has_state and self.what.repeatable:
             self.check_object()
 
     def check_object(self) -> None:
