@@ -503,11 +503,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _next_seed(self) -> int:
         """Return the seed that torch's loader draws, which is drawn as the epoch begins."""
         generator = self.generator or torch.default_generator
-        before = generator.get_state()
-        try:
-            return draw_seed(generator)
-        finally:
-            generator.set_state(before)
+        copied = torch.Generator(generator.device)  # Ctrl-C must leave the other as it is
+        copied.set_state(generator.get_state())
+        return draw_seed(copied)
 
     def _make(self, seed: int, trace: str | os.PathLike[str] | None) -> _Loader:
         workers = self.num_workers
