@@ -49,7 +49,6 @@ from minloader import (
 from minloader._checks import differences
 from minloader._epochs.feed import STATE_COST, Feed, SamplerSource
 from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
-from minloader._epochs.task import Task
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -560,7 +559,7 @@ def test_no_state_is_noted_behind(size):
     next(iter(sampler))
     feed = Feed(SamplerSource(sampler), epoch=1, position=LanePosition())
     feed.open()
-    feed.drawing = task = Task(first=0, items=[], source_state=feed.source_state)
+    task = feed.begin_task()
     feed.draw(task, hold=lambda item: item, most=9, until=math.inf)
     feed.finish(task)
     assert len(task.items) == 3
