@@ -1095,9 +1095,9 @@ def test_another_batch_size_is_said_with_what_can_be_done():
     loader = DataLoader(Numbers(), batch_sampler=OurBatchSampler(20, 2))
     next(iter(loader))
     other = DataLoader(Numbers(), batch_sampler=OurBatchSampler(20, 4))
-    other.load_state_dict(plain(loader.state_dict()))
     with pytest.raises(ValueError, match=r"sampler with that; if the state is of a minloader"):
-        list(other)
+        other.load_state_dict(plain(loader.state_dict()))
+    assert numbers(other) == [[0, 1, 2, 3], *numbers(other)[1:]]
 
 
 def test_a_sampler_that_counts_its_epochs_while_it_is_read():
@@ -1219,7 +1219,13 @@ def test_states_that_do_not_fit():
         loader.load_state_dict(state | {"version": 9})
     start = known["start"]
     short = base64.b85encode(zlib.compress(b"abc")).decode()
-    wrong: list[Any] = [{"shared": "?"}, {"shared": short}, {"own": 5}, {"told": "x"}]
+    wrong: list[Any] = [
+        {"shared": "?"},
+        {"shared": short},
+        {"own": 5},
+        {"said": "x"},
+        {"said": [{}]},
+    ]
     starts = [None, {}, *(start | each for each in wrong)]
     parts: list[Any] = [known | {"start": each} for each in starts]
     parts += [{"loader": known["loader"]}, known | {"loader": None}, None]

@@ -74,7 +74,7 @@ class SamplerSource(Source):
     @property
     def may_be_read_ahead(self) -> bool:
         """Whether it gives the same items however far ahead of the loop it is read."""
-        return all(_may_be_read_ahead(each) for each in with_inner(self.items))
+        return may_be_read_ahead(self.items)
 
     @property
     def plans_late(self) -> bool:
@@ -99,10 +99,11 @@ class SamplerSource(Source):
 _BUILTIN = (list, tuple, range, dict, str, set, frozenset)
 
 
-def _may_be_read_ahead(sampler: Any) -> bool:
+def may_be_read_ahead(sampler: Any) -> bool:
     """Return whether nothing that the loop does can change what it gives, as far as is known."""
-    kind = type(sampler)  # a class that derives from one of these may look
-    return kind in _BUILTIN or kind.__module__.partition(".")[0] in ("minloader", "numpy", "torch")
+    kinds = map(type, with_inner(sampler))  # a class that derives from one of these may look
+    ours = "minloader", "numpy", "torch"
+    return all(kind in _BUILTIN or kind.__module__.partition(".")[0] in ours for kind in kinds)
 
 
 def is_of_drop_in(sampler: Any) -> bool:
@@ -192,6 +193,8 @@ class Feed:
         source = self.source
         source_state = self.source_state
         is_put = source.prepare(self.epoch, at=source_state.at, state=source_state.state)
+        # The drop-in puts its sampler back as a state is loaded.
+        is_put = is_put or getattr(source.items, "is_put_back", False)
         length = source.length()
         if not source.is_ours:
             check_length(self.epoch, length, self.length)
@@ -199,7 +202,7 @@ class Feed:
         if self.last is not None and (self.check is None or self.check.ordinal < self.last[0]):
             # It is read anew: the item before, which others have by now, must be the same.
             ordinal, item = self.last
-            self.check = Check(ordinal, self.digest(item))
+            self.check = Check(ordinal, self.digest(ordinal, item))
         iterator = source.begin(self.pass_number)
         if is_put and source_state.at and iterator is source.items:
             _check_put_back(source.items, source_state)
@@ -293,7 +296,7 @@ class Feed:
     def _is_other(self, item: Any) -> bool:
         """Return whether an item is not the one that was at its place before."""
         assert self.check is not None
-        return self.check.digest not in (None, self.digest(item))
+        return self.check.digest not in (None, self.digest(self.check.ordinal, item))
 
     def _misfit(self, item: Any) -> ValueError:
         """Return the error for such an item."""
@@ -314,12 +317,15 @@ class Feed:
             "and load_state_dict"
         )
 
-    def digest(self, item: Any) -> str | None:
+    def digest(self, ordinal: int, item: Any) -> str | None:
         """Return what an item is recognized by; the number of ranks, where it is one rank's."""
         # Each rank has other items, and the state of one serves all.
         ranks = ranks_as_text(self.source.items)
         if ranks is not None:
             return ranks
+        if hasattr(self.sampler_iterator, "digest_at"):  # the drop-in's is of all items so far
+            known: str | None = self.sampler_iterator.digest_at(ordinal)
+            return known
         if isinstance(item, HeldItem):
             try:
                 item = unpack(item.pack())  # as it was when the sampler gave it
@@ -373,10 +379,10 @@ class Feed:
             head: the first task of which something was not.
         """
         if head is not None and given >= head.first:
-            return Check(given, self.digest(head.items[given - head.first]))
+            return Check(given, self.digest(given, head.items[given - head.first]))
         if self.last is not None:
             ordinal, item = self.last
-            return Check(ordinal, self.digest(item))
+            return Check(ordinal, self.digest(ordinal, item))
         return self.check
 
     # --- of tasks

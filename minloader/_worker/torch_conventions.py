@@ -8,6 +8,7 @@ arrives in the parent as a tensor over the same memory.
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 from minloader._checks import brief_repr, differences, has_epochs
 from minloader._errors import SKIP
+from minloader._sampling.ranks import whole_number
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
@@ -127,20 +129,12 @@ def _says_it_is_at(stream: Any, state: Any) -> bool:
         return True
 
 
-@dataclass(repr=False, eq=False)
-class UserEpoch:
-    """The epoch that the user has set, for all copies of a stream in this process.
-
-    Without workers there is a copy for each shard.
-
-    Attributes:
-        number: of the epoch; None if it is not known.
-    """
-
-    number: int | None = None
-
-    def __deepcopy__(self, memo: Any) -> UserEpoch:
-        return self
+def number_of(told: Any) -> int | None:
+    """Return the number of its epoch that a sampler, or a stream, shows; None: it shows none."""
+    if not has_epochs(told):
+        return None
+    shown = [getattr(told, name, None) for name in ("epoch", "_epoch")]
+    return next((n for n in map(whole_number, shown) if n is not None), None)
 
 
 class Stream:
@@ -153,34 +147,39 @@ class Stream:
         read_once: whether each epoch needs a new copy of the dataset.
 
     Attributes:
-        user_epoch: the epoch that the user has set for this pass. A state that is put back before
-            the pass begins may be of another epoch.
+        own: the user's own object, which is told the epochs, where this has a copy of it that was
+            made in the same process; it has one for each shard.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = dataset
         self.read_once = read_once
-        self.user_epoch = UserEpoch()
+        self.own = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        dataset = self.dataset
-        epoch = self.user_epoch.number
-        wants = has_epochs(dataset)
-        if epoch is not None and wants and getattr(dataset, "epoch", None) != epoch:
-            dataset.set_epoch(epoch)
-        return iter(dataset)
+        self._tell(number_of(self.own))
+        return iter(self.dataset)
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Otherwise workers would tell another copy the epoch of an earlier pass.
-        return vars(self) | ({"user_epoch": UserEpoch()} if self.read_once else {})
+    def _tell(self, number: int | None) -> None:
+        if number is not None and number_of(self.dataset) != number:
+            self.dataset.set_epoch(number)
+
+    def __deepcopy__(self, memo: Any) -> Stream:
+        made = Stream(copy.deepcopy(self.dataset, memo), read_once=self.read_once)
+        made.own = self.own
+        return made
 
     def __getattr__(self, name: str) -> Any:
-        if name == "load_state_dict" and self.read_once:
-            # The copy is as the user's dataset was when it was made.
-            self.user_epoch.number = getattr(self.dataset, "epoch", None)
-        if name in ("state_dict", "load_state_dict"):
-            return getattr(self.dataset, name)
+        if name == "state_dict":
+            return self.dataset.state_dict
+        if name == "load_state_dict" and hasattr(self.dataset, name):
+            return self._load_state_dict
         raise AttributeError(name)
+
+    def _load_state_dict(self, state: Any) -> None:
+        number = number_of(self.own)
+        self.dataset.load_state_dict(state)
+        self._tell(number)  # the state may be from the end of the epoch before
 
 
 _torch_info: WorkerInfo | None = None

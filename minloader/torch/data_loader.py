@@ -44,7 +44,7 @@ from minloader._worker.batch_maker import OnSampleError
 from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
-from minloader.torch.order import EpochOrder, Order, Start, draw_seed, told_of
+from minloader.torch.order import EpochOrder, Items, Order, Start, draw_seed
 
 logger = logging.getLogger("minloader")
 
@@ -112,6 +112,12 @@ class _Loader(Loader[Any]):
         """Take the seed of whatever state is loaded, and have no start() advised: it is hidden."""
         self._any_seed = True
         self._shared.counters.workers.started_early = True
+
+    def refuse(self, state: Any) -> None:
+        """Raise what loading a state would."""
+        position, seed = self._epochs.read_state(state, None)
+        if not position.is_stream:
+            self._epochs.adapt(position, seed, ())
 
     def begin(self, batches: Batches[Any]) -> Epoch:
         """Begin an epoch, the rest of one if a state was loaded, for an iterator."""
@@ -312,7 +318,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._loader: _Loader | None = None
         self._former: list[_Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
-        self._set_last: int | None = None  # by set_epoch
+        # The numbers of their epochs that samplers and stream showed when a state was loaded.
+        self._numbers_loaded: list[int | None] = []
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -334,7 +341,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the samplers, and the dataset, the number of the epoch, as far as they want it."""
-        self._set_last = epoch
         for each in (*with_inner(self._index_sampler), self.dataset):
             if has_epochs(each):
                 each.set_epoch(epoch)
@@ -391,53 +397,54 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             # It is not read, but generators are drawn from.
             order.set_epoch(self._number)
             iter(order)
-            if not self.num_workers:
-                loader.dataset.user_epoch.number = start.told
         return loader.begin(batches)
 
     def _leave_behind(self) -> None:
-        """Go on to another epoch, if a state was loaded, and the sampler was set to that since.
+        """Go on to another epoch, if a state was loaded, and a sampler was set to that since.
 
-        Lightning does so if all batches of the state's epoch were delivered.
+        Trainers do so if all batches of the state's epoch were delivered.
         """
-        if self._loader is None or not self._is_resumed:
+        if self._loader is None or not self._is_resumed or not self._start_of(self._number).begun:
             return
-        start, epoch = self._start_of(self._number), self._told
-        if not start.begun or start.told is None or epoch is None or epoch == start.told:
+        for epoch, loaded in zip(self._numbers, self._numbers_loaded, strict=False):
+            if epoch is None or loaded is None or epoch == loaded:
+                continue
+            if epoch < loaded:
+                warnings.warn(
+                    f"a state of epoch {loaded} was loaded, but then the sampler was set to epoch "
+                    f"{epoch}, which begins anew; call set_epoch({loaded}) to resume",
+                    stacklevel=9,
+                )
+            number = self._number + epoch - loaded
+            self._loader.set_epoch(number if number >= 0 else self._number + 1)
             return
-        if epoch < start.told:
-            warnings.warn(
-                f"a state of epoch {start.told} was loaded, but then the sampler was set to epoch "
-                f"{epoch}, which begins anew; call set_epoch({start.told}) to resume",
-                stacklevel=8,
-            )
-        number = self._number + epoch - start.told
-        self._loader.set_epoch(number if number >= 0 else self._number + 1)
+
+    @property
+    def _numbers(self) -> list[int | None]:
+        """The numbers of their epochs that the samplers, or the stream, show; None of another."""
+        return [said and said["epoch"] for said in self._sync_order().said()]
 
     def _sync_order(self) -> Order:
         """Return the order of the loader's sampler, which a subclass may have replaced."""
         if self._order is None or self._order.sampler is not self._index_sampler:
-            self._order = Order(self._index_sampler, self.generator)
+            stream = self.dataset if isinstance(self.dataset, IterableDataset) else None
+            self._order = Order(self._index_sampler, self.generator, stream)
         return self._order
 
     def _start_of(self, number: int) -> Start:
         """Return how an epoch starts: as was noted, or else as things are now, which is noted."""
         order = self._sync_order()
         start = order.starts.get(number)
-        if start is None:
+        is_next = number == self._number
+        if start is None or (is_next and not start.begun and order.is_reseeded(start)):
             stays = self.persistent_workers and self._number > 0  # torch's iterator, and its seed
-            start = Start(
-                own=[each.get_state() for each in order.generators],
-                shared=torch.get_rng_state(),
-                seeded=not stays,
-                twice=self.num_workers > 0 and not stays,
-                told=self._told,
-            )
+            twice = self.num_workers > 0 and not stays
+            start = order.start_now(seeded=not stays, twice=twice)
             # After Ctrl-C epochs that there are iterators of are begun again.
             kept = {number - 1}.union(*(each.under_way for each in self._loaders))
             order.starts = {each: order.starts[each] for each in kept & order.starts.keys()}
-        elif not start.begun and number == self._number and start.told != self._told:
-            start = start._replace(told=self._told)  # it was set since
+        elif is_next and not start.begun:  # samplers may have been told another epoch since
+            start = start._replace(said=order.said())
         order.starts[number] = start
         return start
 
@@ -456,13 +463,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """Whether a state was loaded, and its epoch has not begun since."""
         return self._loader is not None and self._loader.is_resumed
 
-    @property
-    def _told(self) -> int | None:
-        """The epoch that the samplers, or the stream, were set to, if they have any."""
-        if isinstance(self.dataset, IterableDataset):
-            return told_of(self.dataset, last=self._set_last)
-        return told_of(*with_inner(self._index_sampler), last=self._set_last)
-
     def _ready(self) -> _Loader:
         """Return the loader, for an epoch to begin: a new one if an attribute has changed.
 
@@ -474,7 +474,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         settings = [getattr(self, name) for name in _SETTINGS]
         keeps_stream = self.persistent_workers and isinstance(self.dataset, IterableDataset)
         if keeps_stream:
-            settings.append(self._told)  # nobody tells the workers' copies of another epoch
+            settings.append(self._numbers)  # nobody tells the workers' copies of another epoch
         if former is not None and settings == self._made_with:
             if self.persistent_workers or not self.num_workers:
                 return former
@@ -491,8 +491,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 made.load_state_dict(former.state_dict())
             else:
                 made.set_epoch(former.epoch)
-            if keeps_stream:
-                made.dataset.user_epoch.number = self._told  # what a state holds may be of another
             made.count_on(former, self.trace)
         # Without a call in between, and so without Ctrl-C.
         self._made_with = settings
@@ -626,19 +624,21 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         former = self._loader
         try:
             loader = self._ready() if former is None else former
+            loader.refuse(known["loader"])
+            order = self._sync_order()
+            (sampler,) = known["loader"].get("sampler") or (None,)
+            order.put_back(start, sampler and sampler["state"])
             loader.load_state_dict(known["loader"])
-        except BaseException:  # refused: nothing has changed
+        except BaseException:  # refused: the epoch under way goes on
             if former is None and self._loader is not None:
                 self._loader.close()
             self._loader = former
             raise
         for each in self._former:
             each.supersede()
-        if start.told is not None:
-            self.set_epoch(start.told)
-        order = self._sync_order()
         order.leave()
         order.starts = {loader.epoch: start}
+        self._numbers_loaded = self._numbers
 
     def _read_state(self, state: Any) -> dict[str, Any]:
         """Return a copy of the part of a state that is for this loader, or refuse it."""
@@ -704,6 +704,14 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
         if pins and owner.num_workers:
             self.add_stage(Stage(pin, 1))
 
+    def _take(self, thread: int) -> None:
+        super()._take(thread)
+        lane = self.epochs[0].lanes[0]
+        items = getattr(lane.feed, "sampler_iterator", None)  # a shard has none
+        if type(items) is Items:
+            staged = [claim.ordinal for claim, _ in self.claims.staged if claim.lane is lane]
+            items.follow(lane.position(tuple(staged)).given if staged else lane.taken)
+
     def _next_claim(self) -> Claim:
         claim = super()._next_claim()
         if claim.error is not None:
@@ -724,7 +732,7 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
             f"Length of IterableDataset {self.owner.dataset} was reported to be {self._most} "
             f"(when len(dataloader) was asked for), but {self._given} batches have been "
             "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-            stacklevel=5,
+            stacklevel=6,
         )
 
     def __len__(self) -> int:

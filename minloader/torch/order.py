@@ -1,30 +1,51 @@
 """The order of an epoch, as torch draws it.
 
 Runs in the parent. Torch's samplers draw random numbers from torch's global generator, or from
-generators of their own, when an epoch begins. Whoever restores these generators and begins the
-samplers again gets the same order. So an epoch is known by its :class:`Start`, and begun from that
-whenever it is begun: the first time, after an interrupt in the sampler, in a resumed run.
+generators of their own, when an epoch begins. Those that people write draw from ``random`` and
+numpy too, and some of them as they go. Whoever restores these generators and begins the samplers
+again gets the same order. So an epoch is known by its :class:`Start`, and begun from that whenever
+it is begun: the first time, after an interrupt in the sampler, in a resumed run.
+
+The user tells samplers their epochs, as with torch. Only where a state is loaded each of them is
+put back to what it said when the epoch began; whatever the user tells it after that counts.
 """
 
 from __future__ import annotations
 
-import base64
-import itertools
+import copy
+import logging
+import marshal
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from minloader._checks import brief_repr, has_epochs, is_stateful, state_of
+from minloader._checks import brief_repr, check_int, has_epochs, is_stateful, state_of
+from minloader._epochs.feed import may_be_read_ahead
 from minloader._sampling.base import Sampler
+from minloader._sampling.digest import digest
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.source import used_up
+from minloader._worker.seeds import in_turn
+from minloader._worker.torch_conventions import number_of
+from minloader.torch import generators
+from minloader.torch.generators import States
+
+logger = logging.getLogger("minloader")
 
 MOST_DRAWN = 10_000_000
 """Up to so many samples of a random sampler with its own generator are drawn as an epoch begins."""
+
+MOST_MARKS = 1 << 17
+MOST_MARKS_WITH_STATES = 1 << 10
+"""Items that may be read ahead of the consumer and still be compared. Of those with states of
+generators not so many are read ahead, and each has some 10 KB."""
+
+MARSHAL_VERSION = 2
+"""In later ones the bytes depend on who else has an object."""
 
 
 class Start(NamedTuple):
@@ -32,25 +53,25 @@ class Start(NamedTuple):
 
     Attributes:
         own: states of the generators of the loader and of its samplers.
-        shared: state of torch's global generator.
+        shared: states of the global generators that the samplers may draw from.
+        said: what each sampler says of where it is, see :func:`said_by`.
         seeded: whether a seed is drawn when the sampler was begun: the one that torch's loader
             gives its workers.
         twice: whether the sampler is then begun once more, as torch's loader does with new workers.
-        told: the epoch that the sampler, or the stream, was set to, if it has any.
-        begun: in a state, whether the epoch had begun.
+        begun: whether the epoch has begun.
     """
 
     own: list[torch.Tensor]
-    shared: torch.Tensor
+    shared: States
+    said: list[Any]
     seeded: bool
     twice: bool
-    told: int | None
     begun: bool = False
 
     def encode(self) -> dict[str, Any]:
         """Return a part of a state, fit for JSON."""
-        tensors = {"own": [_to_text(each) for each in self.own], "shared": _to_text(self.shared)}
-        return self._asdict() | tensors
+        shared = {name: generators.encode(state) for name, state in self.shared.items()}
+        return self._asdict() | {"own": list(map(generators.encode, self.own)), "shared": shared}
 
     @classmethod
     def decode(cls, known: Any) -> Start:
@@ -60,49 +81,66 @@ class Start(NamedTuple):
             ValueError: the state is damaged.
         """
         try:
-            told = known["told"]
-            if told is not None and int(told) != told:
-                raise ValueError("told must be the number of an epoch, or None")
-            torch.Generator().set_state(_from_text(known["shared"]))  # or it is of another size
+            shared = generators.decode_all(known["shared"])
+            if "torch" not in shared:
+                raise LookupError("torch")
             return cls(
-                own=[_from_text(text) for text in known["own"]],
-                shared=_from_text(known["shared"]),
+                own=list(map(generators.decode, known["own"])),
+                shared=shared,
+                said=[_read_said(said) for said in known["said"]],
                 seeded=bool(known["seeded"]),
                 twice=bool(known["twice"]),
-                told=told,
                 begun=bool(known["begun"]),
             )
         except (LookupError, TypeError, ValueError, RuntimeError, zlib.error) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(known)}") from error
 
 
-def _to_text(state: torch.Tensor) -> str:
-    return base64.b85encode(zlib.compress(state.numpy().tobytes())).decode()
+def _read_said(said: Any) -> dict[str, Any] | None:
+    if said is None:
+        return None
+    epoch = said["epoch"]
+    return {"epoch": epoch and check_int("epoch", epoch, 0), "state": said["state"]}
 
 
-def _from_text(text: str) -> torch.Tensor:
-    data = bytearray(zlib.decompress(base64.b85decode(text)))
-    return torch.frombuffer(data, dtype=torch.uint8)
+def said_by(part: Any) -> dict[str, Any] | None:
+    """Return what a sampler, or a stream, says of where it is; None of one that says nothing.
+
+    Returns:
+        The number of its epoch and its state, each None if it has none.
+    """
+    number = number_of(part)
+    state = None
+    try:
+        state = state_of(part)
+    except Exception as error:  # many have none before their first item
+        logger.debug("%s does not say where it is: %r", brief_repr(part), error)
+    if number is None and has_epochs(part) and isinstance(state, Mapping):
+        number = state.get("epoch", state.get("_epoch"))
+    return None if number is None and state is None else {"epoch": number, "state": state}
 
 
 class Order:
     """What a sampler of torch's kind yields, as a sampler for :class:`minloader.Loader`.
 
-    The loader tells it the number of the epoch, and it knows how that one starts. The sampler's own
-    ``set_epoch`` is called by the user, as with torch. A sampler with ``state_dict`` and
-    ``load_state_dict`` is put back by these, also where torch makes batches of it, and any other is
-    read again.
+    The loader tells it the number of the epoch, and it knows how that one starts. A sampler with
+    ``state_dict`` and ``load_state_dict`` is put back by these, also where torch makes batches of
+    it, and any other is read again.
 
     Args:
         sampler: torch's.
         owner: the loader's own generator.
+        stream: what is read in place of the sampler; None: the sampler is.
 
     Attributes:
         starts: how epochs start, by their numbers in the loader.
     """
 
-    def __init__(self, sampler: Iterable[Any], owner: torch.Generator | None) -> None:
+    def __init__(
+        self, sampler: Iterable[Any], owner: torch.Generator | None, stream: Any = None
+    ) -> None:
         self.sampler = sampler
+        self._stream = stream
         self.starts: dict[int, Start] = {}
         # Torch's reads just what a batch needs.
         self._stateful: Any = sampler.sampler if type(sampler) is BatchSampler else sampler
@@ -112,13 +150,17 @@ class Order:
         self._last: Items | None = None
         self._has_given = False
         self._is_left = False  # whether the last epoch leaves nothing for the next
+        self._is_put_back = False  # whether a state was loaded, and no epoch has begun since
+        self._is_prepared = False  # whether the loader was about to begin an epoch, or go on
         self._loaded: Any = None  # state that the next epoch begins from, or goes on from
+        # The generators as they were when a state was loaded; None: none was.
+        self._before_load: tuple[list[torch.Tensor], States] | None = None
 
     # --- how an epoch starts
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Those that an epoch's order may depend on, without torch's global one.
+        """Those that an epoch's order may depend on, without the global ones.
 
         Samplers that are told the epoch seed theirs from it, and some make it only then.
         """
@@ -128,6 +170,39 @@ class Order:
                 found.append(getattr(each, "generator", None))
         known = dict.fromkeys(each for each in found if isinstance(each, torch.Generator))
         return [each for each in known if each is not torch.default_generator]
+
+    def start_now(self, *, seeded: bool, twice: bool) -> Start:
+        """Return how an epoch starts that begins now."""
+        # Torch's own samplers, and ours, draw from torch's generator alone.
+        names = ["torch"] if may_be_read_ahead(self.sampler) else generators.names()
+        return Start(
+            own=[each.get_state() for each in self.generators],
+            shared=generators.states_of(names),
+            said=self.said(),
+            seeded=seeded,
+            twice=twice,
+        )
+
+    def is_reseeded(self, start: Start) -> bool:
+        """Return whether a generator was seeded since the start of the next epoch was noted."""
+        former = [(start.own, start.shared)]
+        if self._before_load is not None:
+            former.append(self._before_load)
+        own = [
+            generators.is_reseeded(each.get_state(), states, each.device)
+            for each, *states in zip(self.generators, *[own for own, _ in former], strict=False)
+        ]
+        shared = [
+            generators.is_reseeded(now, [states[name] for _, states in former if name in states])
+            for name, now in generators.states_of(start.shared).items()
+        ]
+        return any(own + shared)
+
+    def said(self) -> list[Any]:
+        """Return what each sampler, or the stream, says of where it is."""
+        if self._stream is not None:  # its states are those of its shards
+            return [{"epoch": number_of(self._stream), "state": None}]
+        return [said_by(each) for each in with_inner(self.sampler)]
 
     def check(self, start: Start) -> None:
         """Refuse a start of a loader with other generators.
@@ -142,11 +217,59 @@ class Order:
                 f"here are {here}; make them as they were when the state was taken"
             )
 
+    def put_back(self, start: Start, state: Any) -> None:
+        """Put each sampler back to what it said as an epoch began, or to where a state is of it.
+
+        Args:
+            start: of the epoch.
+            state: of the sampler with a state, as :meth:`_state` gave it; None: there is none.
+        """
+        for each, said in self._parts(start):  # the outer first, which may tell the inner
+            if said["epoch"] is not None and has_epochs(each):
+                each.set_epoch(said["epoch"])
+        self._put_states(start)
+        if state is not None and self._has_state:
+            if not isinstance(state, Mapping) or not state.keys() >= {"state", *BETWEEN}:
+                raise ValueError(f"the state is damaged: {brief_repr(state)} is none of a sampler")
+            self._put_stateful(start, state)
+        self.starts = {}
+        self._is_put_back = True
+        self._before_load = (
+            [each.get_state() for each in self.generators],
+            generators.states_of(start.shared),
+        )
+
+    def _parts(self, start: Start) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the samplers, or the stream, with what each said then, if it said anything."""
+        parts = with_inner(self.sampler) if self._stream is None else [self._stream]
+        return [(each, said) for each, said in zip(parts, start.said, strict=False) if said]
+
+    def _put_states(self, start: Start) -> None:
+        for each, said in reversed(self._parts(start)):
+            if said["state"] is not None and is_stateful(each):
+                each.load_state_dict(copy.deepcopy(said["state"]))
+
+    def _put_stateful(self, start: Start, state: Mapping[str, Any]) -> None:
+        """Put the sampler with a state to one of the loader's, unless it has said one later."""
+        has_said = any(
+            each is self._stateful and said["state"] is not None
+            for each, said in self._parts(start)
+        )
+        if state["given"] or not has_said:
+            self._stateful.load_state_dict(copy.deepcopy(state["state"]))
+
     # --- a sampler for the loader
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch in the loader."""
         self._number = epoch
+        self._is_prepared = True
+
+    @property
+    def is_put_back(self) -> bool:
+        """Whether the next epoch begins from what the samplers have said."""
+        start = self.starts.get(self._number)
+        return self._is_put_back or (start is not None and start.begun)
 
     def __len__(self) -> int:
         if isinstance(self.sampler, Sampler):
@@ -160,41 +283,52 @@ class Order:
     def __iter__(self) -> Iterator[Any]:
         self._last = last = self._begin()
         self._is_left = False
+        self._is_put_back = False
+        self._is_prepared = False
         return last
 
     def _begin(self) -> Items:
         """Begin the epoch as it starts.
 
-        Torch's global generator is drawn from if it is just there, as it is when the epoch is begun
-        for the first time. Otherwise it stays as it is. An interrupt leaves nothing drawn.
+        A global generator is drawn from if it is just there, as it is when the epoch is begun for
+        the first time. Otherwise it stays as it is. An interrupt leaves nothing drawn.
         """
         start = self.starts[self._number]
-        before = torch.get_rng_state()
-        is_there = torch.equal(before, start.shared)
+        script = generators.states_of(start.shared)
+        elsewhere = {
+            name: state
+            for name, state in script.items()
+            if not generators.are_same(state, start.shared[name])
+        }
+        restore = generators.calls_for(script)
         for generator, state in zip(self.generators, start.own, strict=True):
             generator.set_state(state)
         try:
-            torch.set_rng_state(start.shared)
-            items = self._begun(start)
-            if not is_there:
-                torch.set_rng_state(before)
+            generators.put(start.shared)
+            items = self._begun(start, is_there=not elsewhere)
+            generators.put(elsewhere)
+            self.starts[self._number] = start._replace(begun=True)
             return items
         except BaseException:
-            torch.set_rng_state(before)
+            deque(restore, 0)
             for generator, state in zip(self.generators, start.own, strict=True):
                 generator.set_state(state)
             raise
 
-    def _begun(self, start: Start) -> Items:
-        stateful = is_stateful(self)
-        is_within = self._put(start)
+    def _begun(self, start: Start, *, is_there: bool) -> Items:
+        loaded = self._put(start)
         items = iter(self.sampler)
         if start.seeded:
             draw_seed(self._owner)
-        if start.twice and not stateful:
+        if start.twice and not self._has_state:
             items = iter(self.sampler)
-        found = Items(items, is_within=is_within)
-        if not stateful:  # its state must be that of what was given
+        before = {} if may_be_read_ahead(self.sampler) else start.shared
+        found = Items(items, before)
+        if loaded is not None:
+            found.go_on(loaded)
+        elif self._has_state and not is_there:
+            found.own = generators.states_of(before)
+        if not self._has_state:  # its state must be that of what was given
             found.draw(self._at_once)
             read = self._stateful
             if found.is_empty and self._has_given and iter(read) is read and not has_epochs(read):
@@ -202,18 +336,23 @@ class Order:
             self._has_given = self._has_given or not found.is_empty
         return found
 
-    def _put(self, start: Start) -> bool:
-        """Put the sampler to where the epoch begins, or goes on; return whether it goes on."""
+    def _put(self, start: Start) -> Any:
+        """Put the samplers to where the epoch begins, or goes on; return the state if it goes on.
+
+        What the user has told them since a state was loaded stays.
+        """
         loaded, self._loaded = self._loaded, None
-        is_within = False
-        if loaded is not None:
-            self._stateful.load_state_dict(loaded["state"])
-            is_within = loaded["within"]
-        elif isinstance(self._stateful, Sampler) and self._is_left:
-            self._stateful._forget()  # however far it was drawn
-        if start.told is not None and not is_within:
-            tell(start.told, *with_inner(self.sampler))
-        return is_within
+        goes_on = loaded is not None and bool(loaded["given"])
+        # What was put back and gave nothing is begun once more, as it is then.
+        is_begun_again = self._is_prepared and start.begun and not self._is_put_back
+        if is_begun_again:
+            self._put_states(start)
+        if loaded is None:
+            if self._is_left and isinstance(self._stateful, Sampler):
+                self._stateful._forget()  # however far it was drawn
+        elif goes_on or is_begun_again:
+            self._put_stateful(start, loaded)
+        return loaded if goes_on else None
 
     @property
     def _at_once(self) -> int:
@@ -239,9 +378,10 @@ class Order:
     def _state(self) -> dict[str, Any] | None:
         if self._is_left:
             return None  # the next epoch begins with nothing of the one before
-        within = self._last is not None and self._last.is_within
         state = state_of(self._stateful)
-        return None if state is None else {"within": within, "state": state}
+        if state is None:
+            return None
+        return {"state": state} | (BETWEEN if self._last is None else self._last.place())
 
     def _load(self, state: Any) -> None:
         # Later: the sampler is set to an epoch before or after.
@@ -267,31 +407,49 @@ class Raised(NamedTuple):
     error: BaseException
 
 
+BETWEEN: dict[str, Any] = {"given": 0, "digest": 0, "generators": {}}
+"""The place of a sampler that is not within an epoch."""
+
+
 class Items(Iterator[Any]):
     """Iterator over the items of an epoch, of which some may be drawn before it is their turn.
 
+    A sampler that has drawn from global generators has these for itself from its second item on:
+    what it draws then depends on nothing else that draws, nor on when it is asked.
+
     Args:
         items: as the sampler gives them.
-        is_within: whether some were given before these.
+        before: the global generators that it may draw from, as the epoch began.
 
     Attributes:
-        is_within: whether some were given, and it was not told that there are no more.
+        own: states of the generators that it has for itself, where it is now.
     """
 
-    def __init__(self, items: Iterator[Any], *, is_within: bool) -> None:
-        self.is_within = is_within
+    def __init__(self, items: Iterator[Any], before: States) -> None:
+        self.own: States = {}
         self._items = items
+        self._before = before  # until the first item was drawn
         self._drawn: deque[Any] = deque()
+        self._given = 0  # items of the epoch so far
+        self._digest = 0  # of all of these
+        self._has_ended = False
+        # Of each item, from some on: the digest up to it, and where it has left ``own``.
+        most = MOST_MARKS_WITH_STATES if before else MOST_MARKS
+        self._marks: deque[tuple[int, States]] = deque(maxlen=most)
+        self._delivered = 0
+        self._last_delivered: States = {}  # where the last item that was delivered has left ``own``
 
     def __next__(self) -> Any:
         try:
-            item = self._drawn.popleft() if self._drawn else next(self._items)
+            item = self._drawn.popleft() if self._drawn else self._next()
         except StopIteration:
-            self.is_within = False
+            self._has_ended = True
             raise
-        self.is_within = True
         if type(item) is Raised:
             raise item.error
+        self._digest = _digest_of(item, self._digest)
+        self._marks.append((self._digest, self.own))
+        self._given += 1
         return item
 
     @property
@@ -302,11 +460,89 @@ class Items(Iterator[Any]):
     def draw(self, most: int) -> None:
         """Draw some items. What the sampler raises comes in its turn."""
         try:
-            # Not by islice(), which calls iter(): a sampler that is its own iterator would begin
-            # anew.
-            self._drawn.extend(map(next, itertools.repeat(self._items, most)))
+            for _ in range(most):
+                self._drawn.append(self._next())
+        except StopIteration:
+            return
         except Exception as error:
             self._drawn.append(Raised(error))
+
+    def _next(self) -> Any:
+        # Not by islice(), which calls iter(): a sampler that is its own iterator would begin anew.
+        item = in_turn(self._next_by_own) if self.own else next(self._items)
+        if self._before:
+            now = self.own or generators.states_of(self._before)
+            former, self._before = self._before, {}
+            self.own = {
+                name: state
+                for name, state in now.items()
+                if not generators.are_same(state, former[name])
+            }
+        return item
+
+    def _next_by_own(self) -> Any:
+        restore = generators.calls_for(generators.states_of(self.own))
+        try:
+            generators.put(self.own)
+            try:
+                return next(self._items)
+            finally:
+                self.own = generators.states_of(self.own)
+        finally:
+            deque(restore, 0)
+
+    def follow(self, delivered: int) -> None:
+        """Have the script draw behind what the sampler has drawn for what was delivered.
+
+        So it is with torch's loader without workers. A generator from which somebody else has drawn
+        since the last call stays as it is.
+
+        Args:
+            delivered: number of items of the epoch that were delivered.
+        """
+        if not self.own:
+            return
+        script = generators.states_of(self.own)
+        moved: States = {}
+        for ordinal in range(max(self._delivered, self._given - len(self._marks)), delivered):
+            _, states = self._marks[ordinal - self._given]
+            for name, state in states.items():
+                last = self._last_delivered.get(name)
+                if last is not None and generators.are_same(moved.get(name, script[name]), last):
+                    moved[name] = state
+            self._last_delivered = states
+        self._delivered = delivered
+        generators.put(moved)
+
+    def digest_at(self, ordinal: int) -> str | None:
+        """Return what all items up to one are recognized by; None if that is not known any more."""
+        behind = self._given - ordinal
+        if not 0 < behind <= len(self._marks):
+            return None
+        return f"{self._marks[-behind][0]:08x}"
+
+    def place(self) -> dict[str, Any]:
+        """Return where this is, for :meth:`go_on`, fit for JSON."""
+        if self._has_ended:
+            return BETWEEN
+        own = {name: generators.encode(state) for name, state in self.own.items()}
+        return {"given": self._given, "digest": self._digest, "generators": own}
+
+    def go_on(self, place: Mapping[str, Any]) -> None:
+        """Go on from where another has been."""
+        self._given = self._delivered = check_int("given", place["given"], 0)
+        self._digest = check_int("digest", place["digest"], 0)
+        self._before = {}
+        self.own = self._last_delivered = generators.decode_all(place["generators"])
+
+
+def _digest_of(item: Any, before: int) -> int:
+    """Return the digest of an item and all before it."""
+    try:
+        data = marshal.dumps(item, MARSHAL_VERSION)
+    except ValueError:  # of tensors, and of the user's own objects
+        data = (digest(item) or "").encode()
+    return zlib.crc32(data, before)
 
 
 class EpochOrder(Order):
@@ -316,32 +552,13 @@ class EpochOrder(Order):
         """Set the number of the next epoch, which seeds the generators."""
         super().set_epoch(epoch)
         own = [_seeded(each.device, epoch) for each in self.generators]
-        shared = _seeded("cpu", epoch)
-        self.starts = {epoch: Start(own, shared, seeded=False, twice=False, told=None)}
+        shared = {"torch": _seeded("cpu", epoch)}
+        self.starts = {epoch: Start(own, shared, said=[], seeded=False, twice=False)}
 
 
 def _seeded(device: Any, seed: int) -> torch.Tensor:
     """Return the state of a generator that was seeded."""
     return torch.Generator(device).manual_seed(seed).get_state()
-
-
-def told_of(*all_told: Any, last: int | None) -> int | None:
-    """Return the epoch that these were set to, if any of them wants to be told.
-
-    Args:
-        all_told: samplers, or a stream.
-        last: what to take it for where none of them shows it.
-    """
-    wanting = [each for each in all_told if has_epochs(each)]
-    epochs = [getattr(each, "epoch", None) for each in wanting]
-    return next((epoch for epoch in epochs if isinstance(epoch, int)), last if wanting else None)
-
-
-def tell(epoch: int, *all_told: Any) -> None:
-    """Set to an epoch those of these that are set to another."""
-    for each in all_told:
-        if has_epochs(each) and getattr(each, "epoch", None) != epoch:
-            each.set_epoch(epoch)
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
