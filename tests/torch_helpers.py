@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
@@ -101,6 +103,144 @@ class EagerBatches(Eager):
 
     def __len__(self) -> int:
         return (self.n + 1) // 2
+
+
+def from_torch(n: int) -> int:
+    return int(torch.randint(n, ()).item())
+
+
+def from_numpy(n: int) -> int:
+    return int(np.random.randint(n))
+
+
+class Lazy(Eager):
+    """Draws each item, a list of two, as it is asked for it.
+
+    Args:
+        n: number of indices.
+        draw: returns a random number below n, of a global generator.
+        length: number of items.
+    """
+
+    def __init__(self, n: int, draw: Callable[[int], int], length: int = 5) -> None:
+        super().__init__(n)
+        self.draw = draw
+        self.length = length
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.length):
+            yield [self.draw(self.n), self.draw(self.n)]
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class LazyWithState(Lazy):
+    """The same, with a state that does not have the generator."""
+
+    at = 0
+    goes_on = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = self.at if self.goes_on else 0
+        self.goes_on = False
+        while self.at < self.length:
+            self.at += 1
+            yield [self.draw(self.n), self.draw(self.n)]
+        self.at = 0
+
+    def state_dict(self) -> int:
+        return self.at
+
+    def load_state_dict(self, state: int) -> None:
+        self.at = state
+        self.goes_on = True
+
+
+class InPlace(Eager):
+    """Shuffles batches by a function of ``random`` or numpy, when it is first asked for one."""
+
+    def __init__(self, n: int, shuffle: Callable[[list[Any]], None]) -> None:
+        super().__init__(n)
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = [[i, (i + 1) % self.n] for i in range(self.n)]
+        self.shuffle(batches)
+        yield from batches
+
+
+class Nested:
+    """A sampler of batches of one over a sampler, or a sampler of indices; each is told its epoch.
+
+    Args:
+        over: the other sampler, or the number of indices.
+        name: of the attribute that has the number of the epoch; "": there is none.
+        is_told: whether the loop tells it.
+    """
+
+    def __init__(self, over: Any, name: str, is_told: bool) -> None:
+        self.name = name
+        self.is_told = is_told
+        self.times_told = -1
+        if isinstance(over, Nested):
+            self.sampler = over
+        else:
+            self.n = over
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.times_told += 1
+        self.random = random.Random(epoch)
+        if self.name:
+            setattr(self, self.name, epoch)
+
+    def __len__(self) -> int:
+        return len(self.sampler) if hasattr(self, "sampler") else int(self.n)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = copy.deepcopy(self.random)
+        items = [[i] for i in self.sampler] if hasattr(self, "sampler") else list(range(self.n))
+        order.shuffle(items)
+        return iter(items)
+
+    def all(self) -> list[Nested]:
+        return [self, *(self.sampler.all() if hasattr(self, "sampler") else [])]
+
+    def tell(self, epoch: int) -> None:
+        for each in self.all():
+            if each.is_told:
+                each.set_epoch(epoch)
+
+
+class NestedWithState(Nested):
+    """The same, with a state that has the number, and the place of the iterator made last."""
+
+    at = 0
+    goes_on = False
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.number = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        items = list(super().__iter__())
+        self.at = self.at if self.goes_on else 0
+        self.goes_on = False
+        while self.at < len(items):
+            self.at += 1
+            yield items[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> Any:
+        return {"at": self.at, "number": self.number}
+
+    def load_state_dict(self, state: Any) -> None:
+        times = self.times_told
+        self.set_epoch(state["number"])
+        self.times_told = times
+        self.at = state["at"]
+        self.goes_on = True
 
 
 class Tensors:

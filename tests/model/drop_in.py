@@ -10,10 +10,12 @@ import contextlib
 import copy
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -21,7 +23,19 @@ from interrupts import OURS, interrupted
 from kinds import Told, ToldWithState
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
-from torch_helpers import Drawing, DrawingStream, Eager, EagerBatches
+from torch_helpers import (
+    Drawing,
+    DrawingStream,
+    Eager,
+    EagerBatches,
+    InPlace,
+    Lazy,
+    LazyWithState,
+    Nested,
+    NestedWithState,
+    from_numpy,
+    from_torch,
+)
 
 from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, prefetch
 from minloader.torch import DataLoader
@@ -72,6 +86,53 @@ class ToldIterator:
         self.goes_on = True
 
 
+def nested(n: int, outer: str, inner: str, told: str) -> Nested:
+    return Nested(Nested(n, inner, "inner" in told), outer, "outer" in told)
+
+
+def tell(loader: Any, epoch: int) -> None:
+    """Tells the epoch to those samplers that the loop tells."""
+    samplers = loader.batch_sampler, loader.sampler
+    found = next((each for each in samplers if isinstance(each, Nested)), None)
+    if found is not None:
+        found.tell(epoch)
+    elif isinstance(loader, DataLoader):
+        loader.set_epoch(epoch)
+    else:
+        for sampler in samplers:
+            getattr(sampler, "set_epoch", int)(epoch)
+
+
+def times_told(loader: Any) -> list[int]:
+    found = [each for each in (loader.batch_sampler, loader.sampler) if isinstance(each, Nested)]
+    return [each.times_told for outer in found for each in outer.all()]
+
+
+Generators = tuple[torch.Tensor, Any, Any]
+"""States of the global generators: torch's, that of ``random``, and numpy's."""
+
+
+def global_generators() -> Generators:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_global_generators(states: Generators) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def moved(former: Generators, now: Generators) -> list[bool]:
+    """Which of the generators are elsewhere."""
+    return [plain_state(a) != plain_state(b) for a, b in zip(former, now, strict=True)]
+
+
+def plain_state(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.numpy().tobytes()
+    return [part.tobytes() if hasattr(part, "tobytes") else part for part in state]
+
+
 KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     "shuffle": lambda n, generator: {"shuffle": True, "batch_size": 3},
     "own generator": lambda n, generator: {
@@ -113,6 +174,24 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
             [BatchSampler(n, None, shuffle=True), 1 + n // 2], [2, 1], 2, stop="last"
         )
     ),
+    "drawn as it goes": ours(lambda n: Lazy(n, from_torch)),
+    "drawn as it goes, random": ours(lambda n: Lazy(n, random.randrange)),
+    "drawn as it goes, numpy": ours(lambda n: Lazy(n, from_numpy)),
+    "drawn as it goes, with state": ours(lambda n: LazyWithState(n, from_torch)),
+    "drawn as it goes, random, with state": ours(lambda n: LazyWithState(n, random.randrange)),
+    "shuffled by random": ours(lambda n: InPlace(n, random.shuffle)),
+    "shuffled by numpy": ours(lambda n: InPlace(n, np.random.shuffle)),
+    "nested, the inner told": ours(lambda n: nested(n, "epoch", "epoch", "inner")),
+    "nested, the outer told": ours(lambda n: nested(n, "_epoch", "epoch", "outer")),
+    "nested, both told": ours(lambda n: nested(n, "epoch", "_epoch", "outer and inner")),
+    "nested, none told": ours(lambda n: nested(n, "_epoch", "_epoch", "")),
+    "nested, hidden": ours(lambda n: nested(n, "pass_number", "", "outer and inner")),
+    "nested, hidden, the outer told": ours(lambda n: nested(n, "", "epoch", "outer")),
+    "nested, hidden, the inner told": ours(lambda n: nested(n, "epoch", "round", "inner")),
+    "nested, with state": one_by_one(lambda n: NestedWithState(n, "", True)),
+    "nested, with state, inner": ours(
+        lambda n: Nested(NestedWithState(n, "", True), "_epoch", True)
+    ),
     "stream": lambda n, generator: {"dataset": DrawingStream(n, False), "batch_size": 2},
     "stream with state": lambda n, generator: {"dataset": DrawingStream(n, True), "batch_size": 2},
 }
@@ -122,7 +201,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
 class Fixed:
     """Where the generators were, and what torch's loader would have drawn, as an epoch begins."""
 
-    shared: torch.Tensor
+    shared: Generators
     own: torch.Tensor
     seeded: bool
     twice: bool
@@ -138,6 +217,7 @@ class Place:
         chain: epochs that came to their end before, without another that was left.
         rest: what is to come, by place in the epoch; None: the epoch has not begun.
         fixed: what the order follows from, when the epoch has begun, or a state has fixed that.
+        behind: the global generators behind each item, as torch's loader without workers has them.
     """
 
     number: int = 0
@@ -145,6 +225,7 @@ class Place:
     chain: tuple[int, ...] = ()
     rest: dict[int, Any] | None = None
     fixed: Fixed | None = None
+    behind: list[Generators] = field(default_factory=list)
 
 
 @dataclass
@@ -152,7 +233,7 @@ class Saved:
     """A checkpoint: the loader's state, what the script saves beside it, and where that is."""
 
     state: Any
-    shared: torch.Tensor
+    shared: Generators
     place: Place
 
 
@@ -172,6 +253,7 @@ class DropIn:
     num_workers: int
     persistent: bool
     steps: list[str] = field(default_factory=list)
+    seed: int = 100
 
     def __post_init__(self) -> None:
         self.steps.append(f"{self.kind}, n={self.n}, {self.num_workers}, {self.persistent}")
@@ -188,6 +270,15 @@ class DropIn:
     @property
     def is_stream(self) -> bool:
         return "stream" in self.kind
+
+    @property
+    def draws_as_it_goes(self) -> bool:
+        return "drawn as it goes" in self.kind
+
+    @property
+    def must_be_told(self) -> bool:
+        """Whether its loop tells it again, as with torch: its number is nowhere to be seen."""
+        return "hidden" in self.kind
 
     def arguments(self, generator: torch.Generator) -> Arguments:
         return {"dataset": Drawing(self.n), "collate_fn": list} | KINDS[self.kind](
@@ -212,19 +303,22 @@ class DropIn:
             turns = itertools.chain(*itertools.zip_longest(*cut))
             return [[1000 * place.told + k for k in batch] for batch in turns if batch]
         theirs = TorchLoader(**given)
-        with torch.random.fork_rng(devices=[]):
-            found: list[Any] = []
-            for epoch in (*place.chain, place.told):
-                for sampler in theirs.sampler, theirs.batch_sampler:
-                    getattr(sampler, "set_epoch", int)(epoch)
-                torch.set_rng_state(fixed.shared)
-                generator.set_state(fixed.own)
+        script = global_generators()
+        found: list[Any] = []
+        for epoch in (*place.chain, place.told):
+            tell(theirs, epoch)
+            set_global_generators(fixed.shared)
+            generator.set_state(fixed.own)
+            begun = iter(theirs.batch_sampler)
+            if fixed.seeded:
+                torch.empty((), dtype=torch.int64).random_(generator=given.get("generator"))
+            if fixed.twice and "with state" not in self.kind:
                 begun = iter(theirs.batch_sampler)
-                if fixed.seeded:
-                    torch.empty((), dtype=torch.int64).random_(generator=given.get("generator"))
-                if fixed.twice:
-                    begun = iter(theirs.batch_sampler)
-                found = [list(item) for item in begun]
+            found, place.behind = [], []
+            for item in begun:
+                found.append(list(item))
+                place.behind.append(global_generators())
+        set_global_generators(script)
         return found
 
     # --- the loop
@@ -233,7 +327,7 @@ class DropIn:
         """Begins an epoch, or goes on with the state's; the loop sets it, if it has a number."""
         self.steps.append(f"begin, set_epoch({epoch})")
         if epoch is not None:
-            self.loader.set_epoch(epoch)
+            tell(self.loader, epoch)
             self.told = epoch
             if not self.left:
                 self.place.told = epoch
@@ -248,7 +342,7 @@ class DropIn:
         if self.place.fixed is None:
             persists = self.persistent and self.num_workers > 0 and self.place.number > 0
             self.place.fixed = Fixed(
-                shared=torch.get_rng_state(),
+                shared=global_generators(),
                 own=self.generator.get_state(),
                 seeded=not persists,
                 twice=self.num_workers > 0 and not persists,
@@ -269,10 +363,11 @@ class DropIn:
         """Takes batches; says whether the first ``next`` had so many places for Ctrl-C."""
         self.steps.append(f"take {count}, Ctrl-C at {interrupt}")
         is_begun = self.entered
-        before = torch.get_rng_state()
+        told = times_told(self.loader)
         self.enter()
         reached = False
         for _ in range(count):
+            before = global_generators()
             if interrupt is not None:
                 outcome = interrupted(lambda: next(self.batches, END), interrupt, within)
                 reached = outcome.reached
@@ -283,12 +378,24 @@ class DropIn:
             if batch is END:
                 self.end()
                 break
-            self.given(batch)
-        if is_begun:
-            assert torch.equal(torch.get_rng_state(), before), "it draws from torch's generator"
+            ordinal = self.given(batch)
+            if is_begun:
+                self.check_generators(before, ordinal)
+            is_begun = True
+        assert times_told(self.loader) == told, "a sampler was told an epoch"
         return reached
 
-    def given(self, batch: list[Any]) -> None:
+    def check_generators(self, before: Generators, ordinal: int) -> None:
+        """They are drawn from by the sampler alone, and only if nobody else has drawn since."""
+        behind = self.place.behind[ordinal - 1 : ordinal + 1]
+        expected = before
+        if self.draws_as_it_goes and len(behind) == 2:
+            parts = zip(moved(behind[0], before), before, behind[1], strict=True)
+            torchs, randoms, numpys = (old if is_moved else new for is_moved, old, new in parts)
+            expected = torchs, randoms, numpys
+        assert not any(moved(expected, global_generators())), "a generator is elsewhere"
+
+    def given(self, batch: list[Any]) -> int:
         place = self.place
         assert place.rest, f"{batch}, but nothing is to come"
         ordinal = min(place.rest)
@@ -298,6 +405,7 @@ class DropIn:
         drawn = [draw for _, draw in batch]
         known = self.draws.setdefault((place.number, ordinal, str(item), self.shards), drawn)
         assert known == drawn, f"{item} has drawn {drawn}, but before {known}"
+        return ordinal
 
     def end(self) -> None:
         place = self.place
@@ -315,12 +423,14 @@ class DropIn:
 
     def note(self) -> None:
         self.steps.append("state")
-        before = torch.get_rng_state(), self.generator.get_state()
+        before, own = global_generators(), self.generator.get_state()
+        told = times_told(self.loader)
         state = json.loads(json.dumps(self.loader.state_dict()))
-        assert torch.equal(torch.get_rng_state(), before[0])
-        assert torch.equal(self.generator.get_state(), before[1])
+        assert not any(moved(before, global_generators()))
+        assert torch.equal(self.generator.get_state(), own)
+        assert times_told(self.loader) == told
         self.fix()
-        self.saved.append(Saved(state, before[0], copy.deepcopy(self.place)))
+        self.saved.append(Saved(state, before, copy.deepcopy(self.place)))
 
     def load(self, which: int, num_workers: int | None, restores: bool) -> None:
         """Goes on from a state, in a new loader if a number of workers is given."""
@@ -334,11 +444,28 @@ class DropIn:
         self.loader.load_state_dict(copy.deepcopy(saved.state))
         self.place, self.left = copy.deepcopy(saved.place), False
         if restores:
-            torch.set_rng_state(saved.shared)
+            set_global_generators(saved.shared)
 
     def draw(self) -> None:
         self.steps.append("torch.rand")
         torch.rand(1)
+
+    def reseed(self, own: bool) -> None:
+        """Seeds all global generators, or that which the loader was given."""
+        self.steps.append(f"reseed, own={own}")
+        self.seed += 1
+        if own:
+            self.generator.manual_seed(self.seed)
+        else:
+            torch.manual_seed(self.seed)
+            random.seed(self.seed)
+            np.random.seed(self.seed)
+        if self.place.rest is None and not self.left and (not own or self.has_own):
+            self.place.fixed = None
+
+    @property
+    def has_own(self) -> bool:
+        return self.kind in ("own generator", "sampler's generator", "ours over ours over torch's")
 
     def close(self) -> None:
         self.batches = None
@@ -359,7 +486,7 @@ def plain(index: Any) -> Any:
 
 STEPS: dict[str, Callable[..., Any]] = {
     "begin": lambda program, epoch: program.begin(epoch),
-    "go on": lambda program: program.begin(None),
+    "go on": lambda program: program.begin(program.place.told if program.must_be_told else None),
     "prefetch": lambda program, depth: program.prefetch(depth),
     "take": lambda program, count: program.take(count),
     "take each": lambda program: take_each(program),
@@ -370,6 +497,8 @@ STEPS: dict[str, Callable[..., Any]] = {
     "load, not restored": lambda program, which: program.load(which, None, False),
     "move": lambda program, which: program.load(which, program.num_workers, True),
     "torch.rand": lambda program: program.draw(),
+    "reseed": lambda program: program.reseed(own=False),
+    "reseed own": lambda program: program.reseed(own=True),
     "verify": lambda program: verify(program),
 }
 """What may be done, and how; see ``found.py``."""
@@ -393,6 +522,9 @@ FOUND: dict[str, str] = {
     "finish",
     "a state before anything, not restored": "note; torch.rand; load, not restored 0; begin 0; "
     "finish",
+    "seeded before each epoch": "note; reseed; begin 0; take 1; note; finish; note; reseed; "
+    "begin 1; finish; note; reseed own; begin 2; take each; load 1; reseed; begin 0; finish; "
+    "move 2; reseed; begin 1; finish; load 3; reseed own; torch.rand; begin 2; finish",
     "resumed, and resumed again": "begin 0; take 1; note; move 0; go on; take 1; note; move 1; "
     "go on; take each; verify",
 }
@@ -508,6 +640,7 @@ class TorchPrograms(RuleBasedStateMachine):
         """As a loop does, also once more in the epoch that a state is of."""
         with self.noted("begin") as program:
             goes_on = program.place.rest is not None and not program.left
+            again |= program.must_be_told
             epoch = program.place.told if goes_on else program.place.number + program.left
             program.begin(None if goes_on and not again else epoch)
             if depth:
@@ -540,6 +673,11 @@ class TorchPrograms(RuleBasedStateMachine):
     def draw(self) -> None:
         with self.noted("torch.rand") as program:
             program.draw()
+
+    @rule(own=st.booleans())
+    def reseed(self, own: bool) -> None:
+        with self.noted("reseed") as program:
+            program.reseed(own)
 
     @precondition(lambda self: self.program.saved)
     @rule(which=st.integers(0, 9), data=st.data(), restores=st.booleans())
