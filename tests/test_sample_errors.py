@@ -271,6 +271,17 @@ def test_other_samples_stay_as_they_are(wrap, counts):
         assert found[0][1] == [whole[1][0], whole[1][2]]
 
 
+def test_each_is_said_once(caplog):
+    """However often its batch is made again, for the sake of others."""
+    deeds = {6: fail, 7: leave, 8: fail, 9: leave}
+    options: dict[str, Any] = {"num_workers": 1, "retries": 1, "on_sample_error": "skip"}
+    with Loader(Troubled(deeds), batch_size=6, collate_fn=list, **options) as loader:
+        assert lists(loader) == [list(range(6)), [10, 11]]
+        assert bad(loader) == [(1, n) for n in deeds]
+    said = [caplog.text.count(f"left out sample {n}: ") for n in deeds]
+    assert said == [1, 1, 1, 1]
+
+
 # --- samples that __getitems__ fails on
 
 
@@ -319,7 +330,7 @@ def test_with_torch():
 
 
 @variants(("handler", "expected"), [("skip", [6, 10]), (lambda _: -1, [6, -1, 10])])
-def test_a_sample_of_a_stream_that_kills_in_transform(handler, expected):
+def test_a_sample_of_a_stream_that_kills_in_transform(handler, expected, caplog):
     """It has no index, but it is known which of its batch it is. The next ones come."""
     deadly = Deadly({8}, None)
     options: dict[str, Any] = {"batch_size": 3, "collate_fn": list, "num_workers": 2}
@@ -332,6 +343,7 @@ def test_a_sample_of_a_stream_that_kills_in_transform(handler, expected):
         ((_, batch, sample, text),) = loader.stats.errors.last
         assert (batch, sample) == (2, None)
         assert "WorkerDied" in text
+    assert ("left out a sample of batch 2: " in caplog.text) == (handler == "skip")
 
 
 def test_a_stream_whose_own_code_kills_fails_with_its_batch():

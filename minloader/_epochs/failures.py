@@ -233,6 +233,16 @@ def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, 
     )
 
 
+def report_left_out(sample: Any, batch: int, error: str) -> None:
+    """Say in the log that a sample was left out of its batch.
+
+    Here, where it is counted: its batch may be made again, if another one takes a worker along.
+    """
+    index = unpacked(sample)
+    what = f"sample {brief_repr(index[0])}" if index else f"a sample of batch {batch}"
+    logger.warning("left out %s: %s", what, error)
+
+
 def unpacked(part: Any) -> Any:
     """Return an error, or the index of a sample, as it was before it was packed; None if lost."""
     if type(part) is not bytes:

@@ -51,6 +51,7 @@ from minloader._errors import SKIP, BatchError, not_the_end, without_frames
 from minloader._insight.timeline import track_of
 from minloader._pools.base import Pool
 from minloader._worker import lifetimes
+from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Failure
 
 TURN = attrgetter("taken")
@@ -366,6 +367,8 @@ class Batches(Iterator[B], Generic[B]):
                 samples = [(sample, text) for batch, sample, text in reply.failed if batch == n]
                 for number, (sample, text) in enumerate(samples):
                     claim.error = self._count_failure(epoch, claim, sample, text, number)
+                    if shared.job.options.on_sample_error is leave_out:
+                        failures.report_left_out(sample, lane.ordinal_in_epoch(ordinal), text)
             has_failed = bool(samples)
             if type(claim.outcome) is Failure:
                 has_failed = True
