@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +25,7 @@ from minloader import (
     Loader,
     WorkerDied,
     concurrent,
+    get_worker_info,
     prefetch,
 )
 
@@ -269,6 +272,170 @@ def test_other_samples_stay_as_they_are(wrap, counts):
     assert found[0][::2] == whole[::2]
     if wrap is concurrent:
         assert found[0][1] == [whole[1][0], whole[1][2]]
+
+
+# --- samples that kill their worker by what they draw
+
+
+class Drawing:
+    """Draws for each sample, and does something about some draws: a dataset, or a transform."""
+
+    def __init__(self, source: str, fatal: Any, deed: Any) -> None:
+        self.source = source
+        self.fatal = fatal
+        self.deed = deed
+        self.generator = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return 12
+
+    def draw(self) -> int:
+        if self.source == "random":
+            return random.getrandbits(40)
+        if self.source == "numpy":
+            return int(np.random.randint(1 << 40))
+        if self.source == "torch":
+            return int(require("torch").randint(1 << 40, ()))
+        info = get_worker_info()
+        assert info is not None
+        return int((self.generator if self.source == "own" else info.rng).integers(1 << 40))
+
+    def __getitem__(self, sample: Any) -> tuple[Any, int]:
+        number = self.draw()
+        if number in self.fatal:
+            self.deed()
+        return sample, number
+
+
+class DrawingTogether(Drawing):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def drawing_loader(place: str, source: str, fatal: Any, deed: Any, **options: Any) -> Any:
+    options = {"collate_fn": list, "on_sample_error": "skip", "batch_size": 4} | options
+    drawing = Drawing(source, fatal, deed)
+    if source == "own":
+        options["seed_generators"] = True
+    if place == "drop-in":
+        generator = require("torch").Generator().manual_seed(5)
+        from minloader.torch import DataLoader
+
+        return DataLoader(drawing, generator=generator, **options)
+    datasets = {
+        "dataset": drawing,
+        "together": DrawingTogether(source, fatal, deed),
+        "concurrent": concurrent(drawing, limit=1),
+        "transform": range(12),
+        "stream": Numbers(12),
+    }
+    if place in ("transform", "stream"):
+        options["transform"] = drawing.__getitem__
+    return Loader(datasets[place], **options)
+
+
+DRAWS = [
+    ("dataset", "rng", leave),
+    ("dataset", "own", leave),
+    ("transform", "numpy", crash),
+    ("stream", "random", leave),
+    ("together", "random", leave),
+    ("dataset", "numpy", trouble.die),
+    ("dataset", "random", trouble.hang),
+    ("concurrent", "rng", leave),
+    ("drop-in", "torch", leave),
+    *((place, source, leave) for place in ("transform", "stream") for source in ("rng", "own")),
+]
+
+
+@variants(("place", "source", "deed"), DRAWS, quick=4)
+@variants("retries", [0, 2])
+def test_a_draw_that_kills_is_not_drawn_by_the_next_sample(place, source, deed, retries, caplog):
+    """One sample is left out for it, said and counted once; also for one that is found later."""
+    options: dict[str, Any] = {"num_workers": 1, "retries": retries}
+    if deed is trouble.hang:
+        options["timeout"] = 2.0
+    with drawing_loader(place, source, (), deed, **options) as loader:
+        whole = list(loader)
+    fatal: set[int] = set()
+    # One that the first time draws it, and others by what they draw when that is left out. Where
+    # a transform kills, all transforms of the batch come behind; so the first is the next one.
+    given = whole
+    lost = []
+    for n in (1, -1, 0) if place == "transform" else (1, -1):
+        sample, number = given[1][n]
+        fatal.add(number)
+        lost.append(sample)
+        caplog.clear()
+        with drawing_loader(place, source, fatal, deed, **options) as loader:
+            given = list(loader)
+            left = [sample for sample, _ in whole[1] if sample not in lost]
+            assert [sample for sample, _ in given[1]] == left
+            assert given[::2] == whole[::2]
+            errors = loader.stats.errors
+            # Where samples are read together, it must be found first; and who reads ahead of a
+            # batch may be thought to have died with that.
+            together = place in ("together", "concurrent")
+            more = errors.retries - (retries + 1) * (len(lost) + together)
+            assert more in ((0, 1) if place == "concurrent" else (0,))
+            assert errors.failed == errors.skipped_samples == len(lost)
+            assert caplog.text.count("left out ") == len(lost)
+
+
+@pytest.mark.parametrize("source", ["rng", "own"])
+def test_what_is_drawn_behind_it_is_the_same_elsewhere(source):
+    """For any number of workers, and from each state."""
+
+    def loader(fatal: set[int], num_workers: int) -> Any:
+        return drawing_loader("dataset", source, fatal, leave, num_workers=num_workers, retries=0)
+
+    with loader(set(), 1) as whole:
+        _, (_, (_, number), *_), _ = whole
+    with loader({number}, 1) as alone:
+        given = list(alone)
+    assert len(given[1]) == 3
+    for n in range(3):
+        with loader({number}, 2) as two:
+            batches = iter(two)
+            assert [next(batches) for _ in range(n)] == given[:n]
+            state = two.state_dict()
+        with loader({number}, 1 + n % 2) as resumed:
+            resumed.load_state_dict(state)
+            assert list(resumed) == given[n:]
+
+
+class Waiting(Drawing):
+    """One sample kills the worker once there is a file."""
+
+    path = ""
+
+    def __getitem__(self, sample: int) -> tuple[int, int]:
+        if sample == 4:
+            trouble.wait_until(self.path)
+            leave()
+        return super().__getitem__(sample)
+
+
+def test_it_is_left_out_where_the_batch_is_made_next(tmp_path):
+    """Also in the calling process, if there are no workers by then: that does not die of it."""
+    dataset = Waiting("random", (), fail)
+    before = random.getstate()
+    found = []
+    for num_workers in (1, 0):
+        dataset.path = str(tmp_path / f"{num_workers}")
+        with Loader(dataset, num_workers=1, retries=0, **SKIPPING) as loader:
+            batches = iter(loader)
+            first = next(batches)
+            loader.num_workers = num_workers
+            trouble.note(dataset.path, "go")
+            found.append([first, *batches])
+    assert [sample for sample, _ in found[0][1]] == [3, 5]
+    assert found[0] == found[1]
+    assert random.getstate() == before
 
 
 def test_each_is_said_once(caplog):

@@ -35,6 +35,7 @@ from minloader._epochs.task import Arrivals, Shipment, Task
 from minloader._insight.workers import too_large
 from minloader._memory.files import interrupts_held
 from minloader._memory.limits import remedy
+from minloader._memory.pickling import pack
 from minloader._pools.base import Pool
 from minloader._worker.messages import Reply, TaskMessage, ordinal_in_epoch
 from minloader._worker.run import CHUNK_SECONDS
@@ -255,7 +256,8 @@ class Lane:
                 id=shipment.id,
                 shard=self.feed.shard_of(task),
                 alone=alone,
-                suspects=task.suspects,
+                # A copy each time: what is raised has frames, which would stay with the task.
+                suspects=None if task.suspects is None else pack(task.suspects, down=True),
             )
             packed = pool.pack(message)
             is_packed = True

@@ -116,13 +116,11 @@ def _suspect_samples(
     job = lane.shared.job
     if job.options.on_sample_error is None:
         return None
-    suspects = retry.suspects
     if death.sample_number < 0:
         together = lane.shared.options.concurrency or has_getitems(job.dataset)
-        is_hidden = suspects is None and together and not job.options.is_stream
+        is_hidden = retry.suspects is None and together and not job.options.is_stream
         return {} if is_hidden else None
-    if suspects is None:
-        return {death.sample_number: error}
+    suspects = retry.suspects or {}
     # Else what was put in its place, or was asked for that, takes workers along too.
     return None if death.sample_number in suspects else {**suspects, death.sample_number: error}
 

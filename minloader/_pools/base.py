@@ -259,8 +259,7 @@ class RemotePool(Pool):
 
     def pack(self, task: TaskMessage) -> TaskMessage:
         items = [each.pack() if type(each) is HeldItem else each for each in task.items]
-        suspects = None if task.suspects is None else pack(task.suspects, down=True)
-        return task._replace(items=items, suspects=suspects)
+        return task._replace(items=items)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -53,11 +53,9 @@ class BatchMaker:
         turn_to: called with the index of each sample before the user's code makes it.
         sample_cell: its one element is set to the number of that sample in its item, -1 for none.
             It may be shared memory: who finds this worker stuck or dead reads it.
-        suspects: samples that took a worker along, by these numbers, each with the error that
-            stands for it: they are not made again, and the others one by one. None: the batch is
-            made as ever.
-        begin_sample: called before each of these others, which has the loader's ``timeout`` for
-            itself.
+        begin_alone: called with these numbers, before each sample of a batch that its worker died
+            with; it raises the error that stands for a sample that took workers along. None: the
+            batch is made as ever.
         counts: of the task.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
@@ -70,8 +68,7 @@ class BatchMaker:
     job: Job
     turn_to: Callable[..., None]
     sample_cell: Any
-    suspects: dict[int, BatchError] | None = None
-    begin_sample: Callable[[], object] = lambda: None
+    begin_alone: Callable[[int], object] | None = None
     counts: Counts = field(default_factory=Counts)
     failing: tuple[Any, ...] = ()
     errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
@@ -161,7 +158,7 @@ class BatchMaker:
     def _gather(self, item: Any) -> Any:
         dataset = self.job.dataset
         as_torch = self.job.is_as_torch
-        is_one_by_one = self.suspects is not None and (not as_torch or type(item) is list)
+        is_one_by_one = self.begin_alone is not None and (not as_torch or type(item) is list)
         if self.early_reads or is_one_by_one or not has_getitems(dataset):
             indices = check_indices(item)
             return self.combine(self._read(indices), indices)
@@ -213,8 +210,8 @@ class BatchMaker:
                     self.sample_cell[0] = self._samples_before + number
                 if indices:
                     self.turn_to(indices[number], stage)
-                if self.suspects is not None:
-                    self._begin_alone(self.suspects, self._samples_before + number)
+                if self.begin_alone is not None:
+                    self.begin_alone(self._samples_before + number)
                 results.append(function(value))
             except BaseException as error:
                 self.failing = tuple(indices[number : number + 1])
@@ -226,20 +223,6 @@ class BatchMaker:
                 self.errors.append((self.failing, summary(error)))
                 self.failing = ()
         return results
-
-    def _begin_alone(self, suspects: dict[int, BatchError], number: int) -> None:
-        """Begin with a sample of a batch that its worker died with.
-
-        Raises:
-            BatchError: it is one that took a worker along.
-        """
-        self.begin_sample()
-        self.sample_cell[0] = number
-        info = current_info.get()
-        assert info is not None
-        current_batch(info).reads = number  # as where all are read at the same time
-        if number in suspects:
-            raise suspects.pop(number)  # once: what is put in its place gets to ``transform``
 
     def _sample_error(self, n: int, error: BaseException) -> BatchError:
         """Return what ``on_sample_error`` is told of a sample that failed."""

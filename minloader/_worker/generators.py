@@ -334,7 +334,6 @@ class OwnGenerators:
         return BatchGenerators(
             owner=self,
             info=info,
-            key=key,
             generators=generators,
             states=states,
             is_first=noted is None,
@@ -368,7 +367,6 @@ class BatchGenerators:
     Attributes:
         owner: those of the worker.
         info: that of the batch.
-        key: of the batch.
         generators: those that were there before it, by their paths.
         states: of them, then; empty if nobody asks for these.
         is_first: whether the batch is the first that the worker makes, or of this copy of a stream.
@@ -376,15 +374,14 @@ class BatchGenerators:
 
     owner: OwnGenerators
     info: WorkerInfo
-    key: BatchKey
     generators: dict[str, OwnGenerator]
     states: dict[str, Any]
     is_first: bool
 
-    def begin(self) -> None:
+    def begin(self, key: BatchKey) -> None:
         """Seed them, if that is asked for."""
         for name, own in self.generators.items() if self.owner.job.options.seed_generators else ():
-            own.kind.seed(own.generator, derive("generator", name, *self.key))
+            own.kind.seed(own.generator, derive("generator", name, *key))
 
     def end(self) -> None:
         """Put them back, or see which were drawn from. Harmless when repeated after Ctrl-C."""

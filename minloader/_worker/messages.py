@@ -128,7 +128,7 @@ class TaskMessage(NamedTuple):
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
         job: what it takes along for a worker that lacks the job; or the error of that.
-        suspects: samples that took a worker along, see ``Task``; packed if the items are.
+        suspects: samples that took a worker along, see ``Task``; packed.
     """
 
     ordinal: int
@@ -139,7 +139,7 @@ class TaskMessage(NamedTuple):
     shard: Shard | None = None
     alone: bool = False
     job: Any = None
-    suspects: Any = None
+    suspects: bytes | None = None
 
 
 class Timings(NamedTuple):
@@ -346,7 +346,8 @@ class CurrentBatch:
 
     def of_sample(self, index: Any) -> CurrentBatch:
         """Return what holds for one sample of the batch, which may be made beside others."""
-        key = (*self.key, self.reads)
+        # Without what was passed by: a read has its own numbers, whatever becomes of the others.
+        key = (*(n for n in self.key if n >= 0), self.reads)
         self.reads += 1
         if self.sample is not NO_SAMPLE:
             index = self.sample  # of a wrapper around what reads
@@ -434,10 +435,27 @@ def current_batch(info: WorkerInfo) -> CurrentBatch:
     return info._current
 
 
-def begin_batch(info: WorkerInfo, epoch: int, ordinal: int, key: tuple[int, ...] = ()) -> None:
-    """Have an info hold for another batch."""
+def begin_batch(
+    info: WorkerInfo, epoch: int, ordinal: int, key: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Have an info hold for another batch; return what its generators are seeded by."""
     info.epoch = epoch
     info._current.begin(ordinal, key)
+    return info.seed, epoch, ordinal, info.rank, *key
+
+
+def pass_by(info: WorkerInfo, number: int) -> tuple[int, ...]:
+    """Have other numbers drawn behind a sample of a batch that took its worker along.
+
+    Returns:
+        What the generators are seeded by, from there on. It has all that were passed by before,
+        since one that is found later may come before these, and all behind it draws anew.
+    """
+    batch = info._current
+    assert batch.ordinal is not None
+    batch.key = (*batch.key, -1 - number)  # no other key has numbers below 0
+    batch.rng = None
+    return info.seed, info.epoch, batch.ordinal, info.rank, *batch.key
 
 
 def info_of_sample(info: WorkerInfo, index: Any) -> WorkerInfo:

@@ -14,23 +14,23 @@ Where batches leave the process, whatever goes wrong is packed too, and nothing 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from minloader._checks import WHOLE_ITEM, reads_at_once, snapshot
-from minloader._errors import TransportError
+from minloader._errors import BatchError, TransportError
 from minloader._memory import registered
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
 from minloader._memory.slot_writer import NoSlot
 from minloader._memory.unpicklable import find_unpicklable
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
-from minloader._worker.generators import OwnGenerators
+from minloader._worker.generators import BatchGenerators, OwnGenerators
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import (
     NOTHING_READ,
@@ -46,6 +46,7 @@ from minloader._worker.messages import (
     begin_batch,
     current_batch,
     current_info,
+    pass_by,
 )
 from minloader._worker.seeds import BatchKey
 from minloader._worker.stream_reader import END, NOT_LEADING, ShardReader, ShardReaders
@@ -128,6 +129,7 @@ class Worker:
                 "the generators; draw from get_worker_info().rng, or use executor='process'"
             )
         self._own_generators = OwnGenerators(job, restores=environment.is_inline)
+        self._generators: BatchGenerators | None = None  # of what is called now
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_cell)
         # By task: for each item the futures of its samples, or an error.
         self._early_reads: dict[int, list[Any]] = {}
@@ -243,12 +245,11 @@ class Worker:
             work.writer.begin()
             try:
                 self._leave_out_suspects(task, n)
-                begin_batch(self.info, task.epoch, task.ordinal + n)
+                key = begin_batch(self.info, task.epoch, task.ordinal + n)
                 if type(item) is bytes:
                     item = self._environment.unpack_item(item)
                 if type(maker.early_reads) is not list:
                     raise maker.early_reads
-                key = self.info.seed, task.epoch, task.ordinal + n, self.info.rank
                 made = [self._call(key, maker.fetch, item)]
             except BaseException as error:
                 is_whole = type(item) is list and self._job.collate_fn is None
@@ -300,17 +301,36 @@ class Worker:
 
     def _leave_out_suspects(self, task: TaskMessage, n: int) -> None:
         """Have the next batch be made without the samples that took a worker along."""
-        maker = self._maker
-        maker.suspects = None
-        suspects = task.suspects
-        if suspects is not None:
-            # Copies: what is raised has frames, which would stay as long as the task.
-            is_packed = type(suspects) is bytes
-            maker.suspects = unpack(suspects) if is_packed else copy.deepcopy(suspects)
-            beat = self._environment.beat
-            task_id = task.id
-            # The time that a batch may take begins anew with each of them.
-            maker.begin_sample = lambda: beat(task_id, n, time.perf_counter())
+        self._maker.begin_alone = None
+        if task.suspects is not None:
+            suspects = unpack(task.suspects)
+            self._maker.begin_alone = partial(self._begin_alone, task.id, n, suspects)
+
+    def _begin_alone(
+        self, task_id: int, n: int, suspects: dict[int, BatchError], number: int
+    ) -> None:
+        """Begin with a sample of a batch that its worker died with.
+
+        Args:
+            task_id: of the task that the batch is of.
+            n: its place there.
+            suspects: samples that took a worker along, by their numbers, each with its error.
+            number: of the sample.
+
+        Raises:
+            BatchError: it is one of these. What comes behind it draws anew: else the next sample
+                would draw what has killed this one.
+        """
+        # The time that a batch may take begins anew.
+        self._environment.beat(task_id, n, time.perf_counter())
+        self._environment.sample_cell[0] = number
+        current_batch(self.info).reads = number  # as where all are read at the same time
+        if number in suspects:
+            key = pass_by(self.info, number)
+            self._environment.enter(self.info, key)
+            if self._generators is not None:
+                self._generators.begin(key)
+            raise suspects.pop(number)  # once: what is put in its place gets to ``transform``
 
     def _call(self, key: BatchKey, function: Callable[..., Any], *args: Any) -> Any:
         """Call the user's code, seeded, and with an answer to :func:`get_worker_info`.
@@ -322,13 +342,14 @@ class Worker:
         generators = None
         if current_batch(self.info).generators != {}:
             generators = self._own_generators.for_batch(self.info, key)
+        self._generators = generators
         restore_globals = self._environment.save_globals()
         try:
             try:
                 current_info.set(self.info)
                 self._environment.enter(self.info, key)
                 if generators is not None:
-                    generators.begin()
+                    generators.begin(key)
                 return function(*args)
             finally:
                 if generators is not None:

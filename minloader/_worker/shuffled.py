@@ -164,12 +164,11 @@ class Shuffle:
         if info is None:
             return
         batch = current_batch(info)
-        if not batch.is_of_stream or batch.key == DRAWN:
+        if not batch.is_of_stream or batch.key[:1] == DRAWN:
             return  # a batch is made, with its own numbers
-        key = 2, info.id
-        begin_batch(info, info.epoch, n, key=key)
+        key = begin_batch(info, info.epoch, n, key=(2, info.id))
         if batch.seeds_globals:
-            seed_globals((info.seed, info.epoch, n, info.rank, *key))
+            seed_globals(key)
 
     def _state(self) -> dict[str, Any] | None:
         """Return the state of the stream, of its iterator, or of both, as far as they have any."""

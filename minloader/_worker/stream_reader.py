@@ -146,8 +146,7 @@ class ShardReader:
         index = 0 if self.ended else self.next_ordinal
         epoch = self.epoch + self.ended
         ordinal = ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
-        begin_batch(self.info, epoch, ordinal)
-        return self.info.seed, epoch, ordinal, self.info.rank
+        return begin_batch(self.info, epoch, ordinal)
 
     def restore(self) -> None:
         """Put the stream's state back, in a copy that is not the one that has reached it."""
