@@ -417,6 +417,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 )
             number = self._number + epoch - loaded
             self._loader.set_epoch(number if number >= 0 else self._number + 1)
+            self._sync_order().leave()
             return
 
     @property
@@ -636,7 +637,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             raise
         for each in self._former:
             each.supersede()
-        order.leave()
         order.starts = {loader.epoch: start}
         self._numbers_loaded = self._numbers
 

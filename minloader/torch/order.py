@@ -151,8 +151,7 @@ class Order:
         self._has_given = False
         self._is_left = False  # whether the last epoch leaves nothing for the next
         self._is_put_back = False  # whether a state was loaded, and no epoch has begun since
-        self._is_prepared = False  # whether the loader was about to begin an epoch, or go on
-        self._loaded: Any = None  # state that the next epoch begins from, or goes on from
+        self._goes_on_from: Any = None  # place within its epoch; None: the next pass begins one
         # The generators as they were when a state was loaded; None: none was.
         self._before_load: tuple[list[torch.Tensor], States] | None = None
 
@@ -233,6 +232,7 @@ class Order:
                 raise ValueError(f"the state is damaged: {brief_repr(state)} is none of a sampler")
             self._put_stateful(start, state)
         self.starts = {}
+        self._is_left = False
         self._is_put_back = True
         self._before_load = (
             [each.get_state() for each in self.generators],
@@ -261,9 +261,11 @@ class Order:
     # --- a sampler for the loader
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch in the loader."""
+        """Set the number of the next epoch in the loader; put samplers back if it has begun."""
         self._number = epoch
-        self._is_prepared = True
+        start = self.starts.get(epoch)
+        if start is not None and start.begun and not self._is_put_back:
+            self._put_states(start)
 
     @property
     def is_put_back(self) -> bool:
@@ -284,7 +286,6 @@ class Order:
         self._last = last = self._begin()
         self._is_left = False
         self._is_put_back = False
-        self._is_prepared = False
         return last
 
     def _begin(self) -> Items:
@@ -305,7 +306,7 @@ class Order:
             generator.set_state(state)
         try:
             generators.put(start.shared)
-            items = self._begun(start, is_there=not elsewhere)
+            items = self._begun(start)
             generators.put(elsewhere)
             self.starts[self._number] = start._replace(begun=True)
             return items
@@ -315,44 +316,27 @@ class Order:
                 generator.set_state(state)
             raise
 
-    def _begun(self, start: Start, *, is_there: bool) -> Items:
-        loaded = self._put(start)
+    def _begun(self, start: Start) -> Items:
+        place, self._goes_on_from = self._goes_on_from, None
+        if place is None and self._is_left and isinstance(self._stateful, Sampler):
+            self._stateful._forget()  # however far it was drawn
         items = iter(self.sampler)
         if start.seeded:
             draw_seed(self._owner)
         if start.twice and not self._has_state:
             items = iter(self.sampler)
-        before = {} if may_be_read_ahead(self.sampler) else start.shared
-        found = Items(items, before)
-        if loaded is not None:
-            found.go_on(loaded)
-        elif self._has_state and not is_there:
-            found.own = generators.states_of(before)
-        if not self._has_state:  # its state must be that of what was given
+        found = Items(items, {} if may_be_read_ahead(self.sampler) else start.shared)
+        if place is not None:
+            found.go_on(place)
+        elif self._has_state:
+            found.keep_own()
+        else:  # the state of one that has any must be that of what was given
             found.draw(self._at_once)
             read = self._stateful
             if found.is_empty and self._has_given and iter(read) is read and not has_epochs(read):
                 raise used_up("the sampler", read)
             self._has_given = self._has_given or not found.is_empty
         return found
-
-    def _put(self, start: Start) -> Any:
-        """Put the samplers to where the epoch begins, or goes on; return the state if it goes on.
-
-        What the user has told them since a state was loaded stays.
-        """
-        loaded, self._loaded = self._loaded, None
-        goes_on = loaded is not None and bool(loaded["given"])
-        # What was put back and gave nothing is begun once more, as it is then.
-        is_begun_again = self._is_prepared and start.begun and not self._is_put_back
-        if is_begun_again:
-            self._put_states(start)
-        if loaded is None:
-            if self._is_left and isinstance(self._stateful, Sampler):
-                self._stateful._forget()  # however far it was drawn
-        elif goes_on or is_begun_again:
-            self._put_stateful(start, loaded)
-        return loaded if goes_on else None
 
     @property
     def _at_once(self) -> int:
@@ -384,8 +368,11 @@ class Order:
         return {"state": state} | (BETWEEN if self._last is None else self._last.place())
 
     def _load(self, state: Any) -> None:
-        # Later: the sampler is set to an epoch before or after.
-        self._loaded = state
+        # From between two epochs it was put back as a state was loaded, or the epoch began: what
+        # the user has told it since counts.
+        if state["given"]:
+            self._stateful.load_state_dict(state["state"])
+            self._goes_on_from = state
 
 
 def _is_read_again(sampler: Any) -> bool:
@@ -490,6 +477,10 @@ class Items(Iterator[Any]):
                 self.own = generators.states_of(self.own)
         finally:
             deque(restore, 0)
+
+    def keep_own(self) -> None:
+        """Have it draw by its own generators from the first item on."""
+        self.own = self._last_delivered = generators.states_of(self._before)
 
     def follow(self, delivered: int) -> None:
         """Have the script draw behind what the sampler has drawn for what was delivered.
