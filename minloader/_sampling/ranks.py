@@ -70,14 +70,14 @@ def _dealer(found: Iterable[Any]) -> Dealer:
     }
     for each in found:
         for of_all, of_one in words.items():
-            ranks = whole_number(getattr(each, of_all, None))
+            ranks = _whole_number(getattr(each, of_all, None))
             if ranks is not None and ranks > 1:
-                rank = whole_number(getattr(each, of_one, None)) or 0
+                rank = _whole_number(getattr(each, of_one, None)) or 0
                 return Dealer(by=each, ranks=ranks, rank=rank)
     return Dealer()
 
 
-def whole_number(value: Any) -> int | None:
+def _whole_number(value: Any) -> int | None:
     """Return a value as an int, numpy's too; None of any other."""
     try:
         return operator.index(value)
@@ -95,7 +95,7 @@ def ranks_as_text(sampler: Any) -> str | None:
     dealer = dealer_of(sampler)
     if dealer.by is None:
         return None
-    seed = whole_number(getattr(dealer.by, "seed", None))
+    seed = _whole_number(getattr(dealer.by, "seed", None))
     return f"{dealer.ranks} ranks" if seed is None else f"{dealer.ranks} ranks, seed {seed}"
 
 

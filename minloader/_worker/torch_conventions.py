@@ -12,13 +12,13 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from minloader._checks import brief_repr, differences, has_epochs
 from minloader._errors import SKIP
-from minloader._sampling.ranks import whole_number
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
@@ -133,8 +133,12 @@ def number_of(told: Any) -> int | None:
     """Return the number of its epoch that a sampler, or a stream, shows; None: it shows none."""
     if not has_epochs(told):
         return None
-    shown = [getattr(told, name, None) for name in ("epoch", "_epoch")]
-    return next((n for n in map(whole_number, shown) if n is not None), None)
+    for name in ("epoch", "_epoch"):
+        value: Any = getattr(told, name, None)
+        with suppress(TypeError, ValueError, OverflowError):
+            if int(value) == value:
+                return int(value)
+    return None
 
 
 class Stream:

@@ -577,8 +577,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
         Batches that were only read ahead do not count; see :meth:`minloader.Loader.state_dict`.
         The state holds the generators as they were when the epoch began, so that a shuffled epoch
-        can be continued, and the epoch that the sampler was set to. It does not restore torch's
-        global generator: a script that must repeat a run saves that itself, with the model.
+        can be continued, and what each sampler said of itself then: its state, or its number of
+        the epoch. It does not restore global generators: a script that must repeat a run saves
+        them itself, with the model.
 
         With a sampler that deals the epoch out to ranks, the state of one rank serves all of them.
         Otherwise, under ``torch.distributed``, its key is that of the rank.
@@ -608,8 +609,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
         Iterators that were begun before raise an error.
 
-        The dataset and the samplers must be as they were. The number of workers may be another. A
-        sampler that has ``set_epoch`` is told the epoch that it had.
+        The dataset and the samplers must be as they were. The number of workers may be another.
+        Each sampler is put back here to what it said when the epoch began, by ``load_state_dict``
+        or ``set_epoch``, and so is the number of a stream. What you tell them after that counts.
 
         Args:
             state: from :meth:`state_dict`, here or in another process.
