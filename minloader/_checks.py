@@ -240,6 +240,15 @@ def state_of(thing: Any) -> Any:
         return None
 
 
+def known_state(thing: Any) -> Any:
+    """Return the state of something; None if it has none, or cannot say where it is."""
+    try:
+        return state_of(thing)
+    except Exception as error:  # many have none before their first item, or behind their last
+        logger.debug("%s does not say where it is: %r", brief_repr(thing), error)
+        return None
+
+
 def states_of(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of those of some things that have one, by their names."""
     states = {name: state_of(part) for name, part in parts.items()}

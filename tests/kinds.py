@@ -402,7 +402,44 @@ class _Place:
         self.i = state["i"]
 
 
-IDIOMS = [Counting, OwnIterator, Resuming, Separate]
+class Ready(Resuming):
+    """Makes an iterator to say where it is, which the next ``iter`` returns, whatever was loaded
+    meanwhile; as the loader of torchdata's nodes."""
+
+    latest: Any = None
+    is_ready = False
+
+    def __iter__(self):
+        if not self.is_ready:
+            if self.resume is None:
+                self.epoch += 1
+                self.i = 0
+            else:
+                Counting.load_state_dict(self, self.resume)
+                self.resume = None
+            self.latest = _Latest(self)
+        self.is_ready = False
+        return self.latest
+
+    def state_dict(self) -> Any:
+        if self.latest is None:
+            iter(self)
+            self.is_ready = True
+        return super().state_dict()
+
+
+class _Latest:
+    def __init__(self, stream: Ready) -> None:
+        self.stream = stream
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> int:
+        return OwnIterator.__next__(self.stream)
+
+
+IDIOMS = [Counting, OwnIterator, Resuming, Separate, Ready]
 
 
 class Sticky(Counting):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import lists, outcomes, plain
+from conftest import lists, outcomes, plain, require
 from helpers import Refuses
 from interrupts import OURS, interrupted
 from kinds import (
@@ -20,9 +20,11 @@ from kinds import (
     Noisy,
     OwnIterator,
     OwnToldHowFar,
+    Ready,
     SaysNothing,
     Separate,
     Sticky,
+    Told,
     ToldHowFar,
     Unwritten,
     same,
@@ -52,7 +54,7 @@ def run(loader: Loader) -> tuple[list[Any], list[list[Any]]]:
     for number in range(EPOCHS):
         given.append([])
         for batch in loader:
-            given[-1].append(batch.tolist())
+            given[-1].append(plain(batch))
             states.append((number, len(given[-1]), plain(loader.state_dict())))
         states.append((number + 1, 0, plain(loader.state_dict())))
     return states, given
@@ -322,6 +324,38 @@ def test_a_stream_that_goes_to_its_state_when_it_is_begun(workers, make_stream):
             assert rest == given[k + 1 :]
 
 
+def nodes(n: int = 14) -> Any:
+    """A graph of torchdata's, of another order in each epoch, which begins only in its place."""
+    tn = require("torchdata.nodes")
+    return tn.Loader(tn.SamplerWrapper(Told(n)), restart_on_stop_iteration=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    ["inline", "thread", pytest.param("process-2", marks=pytest.mark.slow)],
+    indirect=True,
+)
+@pytest.mark.parametrize("make_stream", [Ready, nodes, lambda: shuffled(Ready(), 6)])
+@pytest.mark.parametrize("in_pairs", [True, False])
+def test_a_stream_that_has_an_iterator_ready_when_it_is_put_back(make, make_stream, in_pairs):
+    """It was asked where it is before: by us, by the user before that, or as it is read."""
+    options: Any = {"num_workers": 2} if make.name != "inline" else {}
+    if in_pairs:
+        options["batch_size"] = 2
+    looked, lived = make(make_stream(), **options), make(make_stream(), **options)
+    states, given = run(lived)
+    assert given[0] != given[1] != given[2]
+    for number, k, state in states[:: 1 if make.name == "inline" else 5]:
+        fresh = make(make_stream(), **options)
+        looked.state_dict()
+        for loader in fresh, looked, lived:
+            loader.load_state_dict(state)
+            for each in range(number, EPOCHS):
+                assert plain(list(loader)) == given[each][k * (each == number) :]
+        looked.close()
+        looked = make(make_stream(), **options)
+
+
 def test_the_state_is_first_taken_before_iter_and_not_put_back():
     stream = Logged()
     with Loader(stream, batch_size=2, num_workers=0) as loader:
@@ -336,7 +370,8 @@ def test_the_state_is_first_taken_before_iter_and_not_put_back():
         loader.load_state_dict(loader.state_dict())
         stream.calls.clear()
         next(iter(loader))
-        assert stream.calls[:2] == ["load", "iter"]
+        assert stream.calls[:2] == ["state", "load"]
+        assert stream.calls[-3:] == ["load", "iter", "state"]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from minloader import _checks as checks
-from minloader._checks import brief_repr, has_epochs, is_stateful, state_of
+from minloader._checks import brief_repr, has_epochs, is_stateful
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed, SamplerSource, check_length
@@ -178,13 +178,9 @@ class Epochs:
         if self.shards is None:
             lane = LanePosition(source_state=SourceState(0, source.state_before()))
             return Position(epoch=number, lanes=[lane])
-        state = None
-        try:  # many have none before their first item
-            state = state_of(self._dataset)
-            if state is not None:
-                state = pack({"dataset": state}, down=True)
-        except Exception as error:
-            logger.debug("%s has no state before it is read: %r", brief_repr(self._dataset), error)
+        state = checks.known_state(self._dataset)
+        if state is not None:
+            state = pack({"dataset": state}, down=True)
         lane = LanePosition(source_state=SourceState(0, state), beginning=state)
         return Position(epoch=number, lanes=[lane] * self.shards, is_stream=True)
 

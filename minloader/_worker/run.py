@@ -438,8 +438,9 @@ class Worker:
         batch.is_of_stream = True
         batch.seeds_globals = self._environment.seeds_globals
         if reader.iterator is None and not reader.ended:
-            # Seeded as at the beginning: `iter` may draw an order.
-            self._call(reader.begin(), reader.restore)
+            states = self._call(reader.begin(), reader.restore)
+            # Seeded as at the beginning, whatever that has drawn: `iter` may draw an order.
+            self._call(reader.begin(), reader.begin_at, states)
         if not work.item and not reader.ended:
             self._pass_over(work, reader)
         return self._call(reader.begin(), reader.fetch)

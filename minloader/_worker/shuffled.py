@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from minloader._checks import check_int, check_iterable, is_stateful, states_of
@@ -24,7 +25,7 @@ from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import DRAWN, WorkerInfo, begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
-from minloader._worker.torch_conventions import begin_at_state
+from minloader._worker.torch_conventions import begin_at_state, put_back
 
 logger = logging.getLogger("minloader")
 
@@ -70,7 +71,7 @@ class shuffled:  # noqa: N801  # used as a function
         stream = vars(self).get("stream")  # it is not there yet in a copy that is being made
         passed = "state_dict", "load_state_dict", "set_epoch", "epoch"
         if name in passed and hasattr(stream, name):
-            return getattr(stream, name)
+            return partial(put_back, stream) if name == passed[1] else getattr(stream, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -184,10 +185,10 @@ class Shuffle:
 
     def _open(self, state: Any) -> None:
         """Begin to read the stream, from a state of it if there is one."""
-        self._seed(-1 - self._size)
         stream: Any = self._owner.stream
         if state is not None:
-            stream.load_state_dict(state)
+            put_back(stream, state)
+        self._seed(-1 - self._size)
         self._source = iter(stream)
 
 

@@ -33,6 +33,7 @@ from minloader._checks import (
     has_epochs,
     is_read_once,
     is_stateful,
+    known_state,
     state_of,
     states_of,
 )
@@ -48,7 +49,7 @@ from minloader._worker.messages import (
     ordinal_in_epoch,
 )
 from minloader._worker.seeds import BatchKey
-from minloader._worker.torch_conventions import Stream, begin_at_state
+from minloader._worker.torch_conventions import Stream, begin_at_state, put_back
 
 logger = logging.getLogger("minloader")
 
@@ -148,15 +149,26 @@ class ShardReader:
         ordinal = ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
         return begin_batch(self.info, epoch, ordinal)
 
-    def restore(self) -> None:
-        """Put the stream's state back, in a copy that is not the one that has reached it."""
-        state = self.shard.state
+    def restore(self) -> dict[str, Any]:
+        """Put the stream's state back, in a copy that is not the one that has reached it.
+
+        Returns:
+            All states that there are to put back.
+        """
+        packed = self.shard.state if self.is_fresh else None
+        states: dict[str, Any] = {} if packed is None else self._try(unpack, packed)
+        if "dataset" in states:
+            self._try(put_back, self.info.dataset, states["dataset"])
+        return states
+
+    def begin_at(self, states: dict[str, Any]) -> None:
+        """Begin to read where a state was put back; at the beginning that is done by the draw."""
+        if self.shard.at:
+            self._try(self._open, states)
+
+    def _try(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            states = {} if state is None or not self.is_fresh else unpack(state)
-            if "dataset" in states:
-                self.info.dataset.load_state_dict(states["dataset"])
-            if self.shard.at:
-                self._open(states)
+            return function(*args)
         except BaseException as error:
             if not self.environment.ends_program(error):
                 self.reading = True
@@ -535,13 +547,9 @@ class ShardReaders:
     def _note_beginning(self, dataset: Any) -> None:
         """Note where the stream begins: a pass that is left early moves the user's own object."""
         job = self.maker.job
-        if job.beginning is None and is_stateful(dataset):
-            try:  # many have none before their first sample
-                state = state_of(dataset)
-                if state is not None:
-                    job.beginning = _beginning_of(_unwrapped(dataset), state)
-            except Exception as error:
-                logger.debug("the stream has no state before it is read: %r", error)
+        state = known_state(dataset) if job.beginning is None else None
+        if state is not None:
+            job.beginning = _beginning_of(_unwrapped(dataset), state)
 
 
 _last_readers: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from minloader._checks import brief_repr, differences, has_epochs
+from minloader._checks import differences, has_epochs, known_state
 from minloader._errors import SKIP
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
@@ -105,6 +105,20 @@ class WorkerInit:
 _has_warned = False
 
 
+def put_back(stream: Any, state: Any) -> None:
+    """Put a stream back to a state, for the next ``iter``.
+
+    As torchdata's loader, it may have an iterator ready, made to say where it is, which the next
+    ``iter`` returns whatever was loaded. So if loading changes nothing of what it says, it is begun
+    and put back once more.
+    """
+    said = known_state(stream)
+    stream.load_state_dict(copy.deepcopy(state))  # some empty what they are given
+    if said is not None and _says_it_is_at(stream, said):
+        iter(stream)
+        stream.load_state_dict(state)
+
+
 def begin_at_state(stream: Any, state: Any) -> None:
     """Begin a stream once more that was put back to a state, if it has not gone there.
 
@@ -122,11 +136,8 @@ def begin_at_state(stream: Any, state: Any) -> None:
 
 def _says_it_is_at(stream: Any, state: Any) -> bool:
     """Return whether a stream says that it is at a state, or does not say where it is."""
-    try:
-        return not differences(stream.state_dict(), state)
-    except Exception as error:  # many have no state before their first item
-        logger.debug("%s does not say where it is: %r", brief_repr(stream), error)
-        return True
+    said = known_state(stream)
+    return said is None or not differences(said, state)
 
 
 def number_of(told: Any) -> int | None:
