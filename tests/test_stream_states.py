@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -354,6 +355,78 @@ def test_a_stream_that_has_an_iterator_ready_when_it_is_put_back(make, make_stre
                 assert plain(list(loader)) == given[each][k * (each == number) :]
         looked.close()
         looked = make(make_stream(), **options)
+
+
+def test_a_node_of_torchdata_is_put_back_nowhere_and_read_once():
+    """Only its ``reset`` begins anew."""
+    tn = require("torchdata.nodes")
+    with Loader(tn.Batcher(tn.IterableWrapper(range(12)), 3), num_workers=0) as loader:
+        assert len(list(loader)) == 4
+        with pytest.raises(RuntimeError, match="can be read once"):
+            list(loader)
+
+
+class Node(BeginsAnew):
+    """As a node of torchdata's: its own iterator, has a state, and ``iter`` does not begin anew."""
+
+    def __init__(self) -> None:
+        super().__init__(range(6))
+
+    def __iter__(self) -> Any:
+        return super().__iter__() if not self.begun else self
+
+    def state_dict(self) -> Any:
+        return {"left": operator.length_hint(getattr(self, "left", ()))}
+
+
+class StatefulNode(Node):
+    """One that can be put back."""
+
+    def load_state_dict(self, state: Any) -> None:
+        self.left = iter(self.items[len(self.items) - state["left"] :])
+
+
+class Sparse(Counting):
+    """Every second epoch has nothing. It is not its own iterator."""
+
+    def values(self) -> range:
+        return range(0) if self.epoch % 2 else super().values()
+
+
+class OwnSparse(OwnIterator):
+    """The same, its own iterator, which is told its epoch."""
+
+    def values(self) -> range:
+        return range(0) if self.epoch % 2 else super().values()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch - 1
+
+
+@own
+@pytest.mark.parametrize("kind", [Node, StatefulNode])
+@pytest.mark.parametrize("make_stream", [same, lambda stream: shuffled(stream, 4)])
+def test_an_iterator_with_a_state_that_gives_nothing_more_is_used_up(make, kind, make_stream):
+    loader = make(make_stream(kind()))
+    assert len(list(loader)) == 6 * max(1, loader.num_workers)
+    with pytest.raises(RuntimeError, match="can be read once"):
+        list(loader)
+
+
+@pytest.mark.parametrize("kind", [Node, StatefulNode])
+def test_a_sampler_with_a_state_that_gives_nothing_more_is_used_up(kind):
+    for make_sampler in same, lambda sampler: BatchSampler(sampler, 2):
+        with Loader(same, make_sampler(kind()), num_workers=0) as loader:
+            assert len(np.ravel(list(loader))) == 6
+            with pytest.raises(RuntimeError, match="serves one epoch"):
+                list(loader)
+
+
+@own
+@pytest.mark.parametrize("kind", [Sparse, OwnSparse])
+def test_an_epoch_of_a_stream_may_be_empty(make, kind):
+    loader = make(kind())
+    assert [len(list(loader)) > 0 for _ in range(4)] == [True, False, True, False]
 
 
 def test_the_state_is_first_taken_before_iter_and_not_put_back():

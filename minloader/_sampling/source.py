@@ -175,7 +175,7 @@ class Source:
         """
         self._known_state = (state, iterator if self.is_ours else None)
         is_own = iterator is self.items and not self.has_epochs
-        if not read and self.has_given and is_own and not is_stateful(self.items):
+        if not read and self.has_given and is_own:
             raise used_up(self.name, self.items)
 
     def state(self, iterator: Any = None, pass_number: int | None = None) -> Any:

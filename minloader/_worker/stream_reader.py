@@ -74,7 +74,7 @@ class ShardReader:
         shard: as the task says that it was opened for.
         is_fresh: whether the stream's state, if there is one, must be put back.
         environment: where it runs. An interrupt may come in the calling process.
-        is_read_again: whether the stream is its own iterator, and was read before.
+        is_read_again: whether this copy of the stream has given something in an earlier pass.
         next_ordinal: of the next batch to draw.
         ended: whether the stream has, with the batch drawn last or before it.
         reading: whether the stream's own code has just failed.
@@ -268,9 +268,13 @@ class ShardReader:
                 self.info.dataset.load_state_dict(unpack(beginning)["dataset"])
                 self._open({})  # it begins each time where it was put last
                 samples = self._take(size)
-        if not samples and self.is_read_again:
+        stream = _unwrapped(self.info.dataset)
+        # The stream that a shuffled one reads, and the iterator over that.
+        stream = getattr(stream, "stream", stream)
+        iterator = getattr(self.iterator, "_source", self.iterator)
+        if not samples and self.is_read_again and iterator is stream and not has_epochs(stream):
             self.ended = True
-            raise _read_once(self.info.dataset)
+            raise _read_once(stream)
         return samples
 
     def fetch(self) -> Any:
@@ -390,17 +394,17 @@ class ShardReaders:
         if shard.state is None and is_inline:
             shard = shard._replace(state=self.maker.job.beginning)
         is_fresh = former is None or not former.is_followed_by(shard)
-        is_prepared = False
         if former is not None and not is_fresh:
             info = former.info
+            is_read_again = former.is_read_again or former.next_ordinal > 0
         else:
-            dataset, is_prepared = self._copy(shard)
+            dataset, is_read_again = self._copy(shard)
             info = replace(self.info, id=shard.id, num_workers=shard.total, dataset=dataset)
             if serves_one_pass(dataset):
                 # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
                 # same for a copy that is made in a later epoch, to replace another.
                 info.epoch = epoch
-            if not is_prepared:
+            if not is_read_again:
                 prepare(info)
         reader = ShardReader(
             maker=self.maker,
@@ -409,7 +413,7 @@ class ShardReaders:
             shard=shard,
             is_fresh=is_fresh,
             environment=self.environment,
-            is_read_again=is_prepared and serves_one_pass(info.dataset),
+            is_read_again=is_read_again,
         )
         self._readers[shard.id] = reader
         return reader
@@ -510,7 +514,7 @@ class ShardReaders:
         return any(shard is None or each.shard.pass_number == shard.pass_number for each in passes)
 
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
-        """Return a copy of the dataset, and whether it was prepared before."""
+        """Return a copy of the dataset, and whether it was prepared and read before."""
         dataset = self.maker.job.dataset
         is_inline = self.environment.is_inline
         reload = self.environment.reload
