@@ -34,6 +34,14 @@ def float8_sparse() -> Any:
     return torch.sparse_coo_tensor(sparse.indices(), values, sparse.shape, is_coalesced=True)
 
 
+def uncoalesced() -> Any:
+    """A sparse tensor that has each number in two parts."""
+    sparse = eye().to_sparse()
+    return torch.sparse_coo_tensor(
+        sparse.indices().repeat(1, 2), sparse.values().repeat(2), sparse.shape
+    )
+
+
 def nested(layout: Any) -> Any:
     with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
         return torch.nested.nested_tensor([torch.ones(50, N), torch.zeros(60, N)], layout=layout)
@@ -85,6 +93,11 @@ FORMS: dict[str, list[Callable[[], Any]]] = {
         lambda: eye().to_sparse_csc(),
         lambda: eye().to_sparse_bsr((2, 2)),
         lambda: eye().to_sparse_bsc((2, 2)),
+        uncoalesced,
+        lambda: eye().to_sparse().requires_grad_(),
+        lambda: eye().to_sparse_csr().requires_grad_(),
+        lambda: eye().requires_grad_().to_sparse_csc(),
+        lambda: eye().to(torch.complex64).conj().to_sparse_bsr((2, 2)),
     ],
     "nested tensors": [lambda: nested(torch.strided), lambda: nested(torch.jagged)],
     "quantized tensors": [
@@ -130,7 +143,7 @@ def addresses(thing: Any) -> list[int]:
     if not isinstance(thing, torch.Tensor):
         return [thing.data_ptr() if hasattr(thing, "data_ptr") else id(thing)]
     if thing.layout == torch.sparse_coo:
-        return [thing.indices().data_ptr(), thing.values().data_ptr()]
+        return [thing._indices().data_ptr(), thing._values().data_ptr()]
     return [(thing.values() if strides(thing) is None else thing).data_ptr()]
 
 
@@ -162,7 +175,7 @@ def contents(thing: Any) -> Any:
     if thing.is_nested:
         return kind, *map(contents, thing.unbind())
     if thing.layout == torch.sparse_coo:
-        return kind, thing.is_coalesced(), contents(thing.indices()), contents(thing.values())
+        return kind, thing.is_coalesced(), contents(thing._indices()), contents(thing._values())
     if thing.is_quantized:
         return kind, thing.q_scale(), contents(thing.int_repr())
     thing = thing.detach().to_dense().resolve_conj()

@@ -161,6 +161,22 @@ def test_a_storage_on_a_device_goes_there_again():
     assert move(*args).tolist() == storage.tolist()
 
 
+@pytest.mark.parametrize("send", ["batch", "job"])
+@pytest.mark.filterwarnings("ignore")  # torch calls some of them a beta
+def test_sparse_tensors_are_let_go_of(send):
+    """Torch's own way to load them keeps each until ``torch.load`` is called, which looks at it."""
+    kept: list[Any] = torch._utils._sparse_tensors_to_validate
+    before = len(kept)
+    for make in forms.FORMS["sparse tensors"]:
+        tensor = make()
+        tensor.label = "sparse"
+        arrived = sent(tensor, send)
+        assert forms.contents(arrived) == forms.contents(tensor)
+        assert arrived.label == "sparse"
+        assert arrived.is_leaf
+    assert len(kept) == before
+
+
 def test_wide_gaps_are_left_out():
     base = torch.arange(1e6).reshape(1000, 1000)
     column = there_and_back([base.t()[::10, ::10]])[0]

@@ -44,7 +44,6 @@ from minloader._memory.tensors import (
     reduce_elsewhere,
     reduce_tensor,
     reduce_typed_storage,
-    require_gradient,
     with_attributes,
 )
 
@@ -186,10 +185,8 @@ class JobPickler(Pickler):
 
         Torch's own way would write a copy for each of them into the stream.
         """
-        if not is_plain_tensor(tensor):
+        if tensor.requires_grad or not is_plain_tensor(tensor):
             return reduce_tensor(tensor)
-        if tensor.requires_grad:
-            return with_attributes(tensor, (require_gradient, (tensor.detach(),)))
         view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         memory = self._memory_of(tensor.untyped_storage())
         return with_attributes(tensor, (load_tensor, (memory, tensor.dtype, *view)))

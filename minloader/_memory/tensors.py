@@ -8,7 +8,9 @@ How the numbers of a tensor in a batch travel::
 
 So strides arrive, but for those of a tensor that takes little of the memory that it spans; it gets
 the strides that ``Tensor.clone()`` gives. A tensor that is more than numbers (sparse, nested,
-quantized) is taken apart by torch itself, into tensors and storages.
+quantized) is taken apart by torch itself, into tensors and storages. A sparse one is not put
+together by torch's own function for it: that keeps each until somebody calls ``torch.load``, which
+looks at them all.
 
 Those of a job go as their storages do, so that what overlaps still does, and what is shared is
 inherited.
@@ -51,8 +53,6 @@ def reduce_elsewhere(obj: Any) -> tuple[Any, ...]:
 
     Torch's own way cannot load all of them.
     """
-    if getattr(obj, "requires_grad", False):
-        return require_gradient, (obj.detach(),)
     return move_to, (obj.cpu(), obj.device)
 
 
@@ -88,16 +88,34 @@ def numpy_like(dtype: Any) -> Any:
 
 def reduce_tensor(tensor: Any) -> Any:
     """Reduce a tensor to an array. Torch's own way would write a file into the stream."""
-    if is_plain_tensor(tensor):
-        return with_attributes(tensor, _reduce_numbers(tensor))
-    if is_elsewhere(tensor):
-        return with_attributes(tensor, reduce_elsewhere(tensor))
-    return tensor.__reduce_ex__(5)
+    if tensor.requires_grad:
+        reduced: tuple[Any, ...] = require_gradient, (tensor.detach(),)
+    elif is_plain_tensor(tensor):
+        reduced = _reduce_numbers(tensor)
+    elif is_elsewhere(tensor):
+        reduced = reduce_elsewhere(tensor)
+    elif "sparse" in str(tensor.layout):
+        reduced = _reduce_sparse(tensor)
+    else:
+        return tensor.__reduce_ex__(5)
+    return with_attributes(tensor, reduced)
+
+
+def _reduce_sparse(tensor: Any) -> tuple[Any, ...]:
+    layout, parts = tensor.detach().__reduce_ex__(5)[1]  # without attributes
+    return load_sparse, (layout, *parts)
+
+
+def load_sparse(layout: Any, *parts: Any) -> Any:
+    """Return a sparse tensor of what torch takes one apart into; nobody has to look at it again."""
+    torch = importlib.import_module("torch")
+    if layout == torch.sparse_coo:
+        *data, is_coalesced = parts
+        return torch.sparse_coo_tensor(*data, is_coalesced=is_coalesced, check_invariants=False)
+    return torch.sparse_compressed_tensor(*parts, layout=layout, check_invariants=False)
 
 
 def _reduce_numbers(tensor: Any) -> tuple[Any, ...]:
-    if tensor.requires_grad:
-        return require_gradient, (tensor.detach(),)
     shape = stride = None
     if not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
