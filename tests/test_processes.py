@@ -744,9 +744,10 @@ def test_a_loader_in_the_for_statement_lives_as_long_as_the_loop():
 
 
 @pytest.mark.parametrize("leave", [register_exit, crash_at_exit])
-def test_a_worker_leaves(tmp_path, leave):
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_worker_leaves(tmp_path, leave, method):
     """Exit handlers run, and what the dataset left running is killed, also where they crash."""
-    with Loader(leave, [str(tmp_path)], num_workers=1, mp_context=SPAWN) as loader:
+    with Loader(leave, [str(tmp_path)], num_workers=1, mp_context=method) as loader:
         (child,) = loader
     assert leave is crash_at_exit or (tmp_path / "left").exists()
     assert eventually(lambda: not alive(child))

@@ -10,6 +10,7 @@ than a log entry. It is kept, and is the reply to each task.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -99,6 +100,10 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never.
     multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
+    if sys.version_info < (3, 13) and multiprocessing.get_start_method() != "spawn":
+        # There a fork ends without what was registered with atexit (cpython #83856).
+        atexit._clear()  # the parent's
+        multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=101)
     sender = None
     if setup.logs is not None:
         sender = send_logs(setup.logs, index)
