@@ -433,12 +433,15 @@ def test_a_dataset_that_is_the_first_to_import_torch():
         assert (first[5], second[5]) == (False, True)
 
 
-@variants("method", [None, "spawn"])
+@variants("method", [None, "loky", "spawn"], quick=2)
 def test_workers_start_as_torchs(method, monkeypatch):
-    """By fork, where that is the default: then they have what this process has imported."""
+    """By fork, where that is the default: then they have what this process has imported.
+
+    Also within joblib, where it is what makes joblib's own processes.
+    """
     monkeypatch.setitem(sys.modules, "only_here", sys)
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none: method)
-    forks = (method or multiprocessing.get_all_start_methods()[0]) == "fork"
+    monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: method)
+    forks = method != "spawn" and multiprocessing.get_all_start_methods()[0] == "fork"
     with DataLoader(zoo.Imported("only_here"), num_workers=1) as loader:
         assert [batch.item() for batch in loader] == [forks]
 

@@ -61,6 +61,10 @@ from minloader._memory.files import at_fork
 # Without this piece: a script needs a guard (if __name__ == "__main__") or starts itself again for
 # ever; a child that fails in that import may hang the start (cpython #118981), from 3.13.8 and
 # 3.14.1 with a BrokenPipeError; and each start takes as long as the imports of the script.
+#
+# CPython: it tells of the default start method too, which that of the child replaces later.
+# Versions: all.
+# Without this piece: no worker starts within joblib, where the default is one that no child knows.
 
 
 class _Starting(threading.local):
@@ -93,6 +97,7 @@ def _leave_main_out(name: str) -> dict[str, Any]:
     if _starting.is_here:
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
+        data.pop("start_method", None)
     return data
 
 

@@ -760,6 +760,10 @@ def _is_iterable_alone(dataset: Any) -> bool:
 
 
 def _start_method() -> str:
-    """Return how torch's loader would start workers now. It stays the program's to set."""
+    """Return how torch's loader would start workers now. It stays the program's to set.
+
+    Within joblib that is loky's way, which is for its own processes.
+    """
     methods = multiprocessing.get_all_start_methods()  # the default is the first
-    return multiprocessing.get_start_method(allow_none=True) or methods[0]
+    method = multiprocessing.get_start_method(allow_none=True)
+    return method if method in methods else methods[0]
