@@ -1,4 +1,7 @@
-"""Executors that the user brings: what they give up, and processes of loky, MPI and Ray."""
+"""Executors that the user brings: what they give up, and processes of loky, MPI and Ray.
+
+Also loaders within processes of loky's, and loky within workers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any
 
@@ -423,6 +426,47 @@ def run_program(tmp_path: Path, text: str, before: Any = (), options: Any = ()) 
 def test_loky(tmp_path):
     require("loky")
     assert run_program(tmp_path, LOKY) == "mapped\n"
+
+
+WITHIN = {
+    "loky": """
+from loky import get_reusable_executor
+def each(function, values):
+    return list(get_reusable_executor(2).map(function, values))
+""",
+    "joblib": """
+from joblib import Parallel, delayed
+def each(function, values):
+    return Parallel(n_jobs=2)(delayed(function)(value) for value in values)
+""",
+}
+
+BOTH_WAYS = """
+def read(n):
+    return sum(each(abs, range(n))), os.getpid(), glob.glob(f"/dev/shm/joblib*_{os.getpid()}_*")
+
+def train(method):
+    with Loader(read, range(4), num_workers=1, mp_context=method) as loader:
+        return [total for total, _, _ in loader]
+
+print(each(abs, [-1, 2]))
+with Loader(read, range(4), num_workers=1, mp_context="fork") as loader:
+    totals, _, folders = zip(*loader)
+print(totals, [folder for found in folders for folder in found if os.path.exists(folder)])
+for batches in each(train, sys.argv[1:]):
+    print(batches)
+"""
+
+
+@pytest.mark.parametrize("kind", WITHIN)
+def test_loky_in_workers_and_workers_in_loky(kind):
+    """What a script has used before, and what its processes call multiprocessing's default."""
+    require(kind)
+    program = f"import glob, os, sys\nfrom minloader import Loader\n{WITHIN[kind]}{BOTH_WAYS}"
+    methods = get_all_start_methods()
+    done = python(program, *methods)  # loky warns where its tracker has ended before it
+    lines = done.stdout.splitlines()
+    assert lines == ["[1, 2]", "(0, 0, 1, 3) []", *["[0, 0, 1, 3]"] * len(methods)], done.stderr
 
 
 @pytest.mark.slow

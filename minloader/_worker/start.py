@@ -11,6 +11,7 @@ than a log entry. It is kept, and is the reply to each task.
 from __future__ import annotations
 
 import atexit
+import importlib
 import logging
 import multiprocessing
 import multiprocessing.util
@@ -114,6 +115,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     try:
         # It answers where it is, from now on.
         beat, sample_cell = open_heartbeat(setup.heartbeats, index)
+        for name in ("loky.reusable_executor", "joblib.externals.loky.reusable_executor"):
+            if name in sys.modules:  # it would reuse an executor whose threads a fork has not
+                importlib.reload(sys.modules[name])
         setup.libraries.apply()
         collate_in_private_memory()
         inherited = inheritance.load()
