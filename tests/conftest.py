@@ -30,7 +30,7 @@ import minloader
 from minloader import Loader
 from minloader._diagnosis.inspect import inspect
 from minloader._memory.limits import processors
-from minloader._worker import seeds
+from minloader._worker import logs, seeds
 
 SLOW = pytest.mark.slow
 """What is left out unless it is asked for: variants of what another test shows, and soaks."""
@@ -439,6 +439,12 @@ def turn_given_back() -> Iterator[None]:
     yield
     seeds.patience = patience  # a busy machine may have used it up
     assert not seeds._lock._is_owned()  # type: ignore[attr-defined]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    """Each test is a program of its own to the lines of the log that are said once."""
+    logs.said.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from conftest import lists, printed_by, require, variants
 from interrupts import each_place
 
 from minloader import Loader, concurrent, get_worker_info
+from minloader._worker import logs
 from minloader._worker.generators import LIMIT, WIDTH, find
 from minloader.testing import IrreproducibleError, check_reproducible
 
@@ -447,7 +448,7 @@ def draw_all(generators: list[Any]) -> Any:
 
 
 def test_threads_and_executors_are_told(caplog):
-    with Loader(Holder(rng()), executor="thread", num_workers=2) as loader:
+    with Loader(Holder([rng()], first), executor="thread", num_workers=2) as loader:
         list(loader)
     with ProcessPoolExecutor(1, get_context("forkserver")) as executor:
         with Loader(Holder(rng()), executor=executor) as loader:
@@ -477,10 +478,74 @@ def test_that_of_torchs_loader_is_told_by_the_name_that_the_user_knows(num_worke
         ({"dataset": Numbers(), "transform": draws}, "transform.held"),
     ]:  # fmt: skip
         caplog.clear()
+        logs.said.clear()
         with of_torch(**options, num_workers=num_workers) as loader:
             list(loader)
         (line,) = told(caplog)
         assert line.startswith(f"{name} is drawn from")
+
+
+def seed_in_place(info: Any) -> None:
+    info.dataset.held.seed(info.id)
+
+
+def replace_by_seeded(info: Any) -> None:
+    info.dataset.held = np.random.default_rng(info.id)
+
+
+def draw_from_it(info: Any) -> None:
+    info.dataset.order = [draw(info.dataset.held) for _ in range(3)]
+
+
+def leave_it(info: Any) -> None:
+    info.dataset.mark = np.random.rand()
+
+
+SEEDING = {
+    "in place": (seed_in_place, True),
+    "replaced": (replace_by_seeded, True),
+    "drawn from": (draw_from_it, True),
+    "not": (leave_it, False),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDING)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mp_context": "fork", "num_workers": 2},
+        {"mp_context": "spawn"},
+        {"mp_context": "forkserver"},
+        {"executor": "thread"},
+        {"num_workers": 0},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_one_that_worker_init_fn_has_seeded_is_told_at_once(kind, options, caplog):
+    """Whoever makes a batch has seeded it otherwise; it need not be drawn from in several."""
+    function, is_told = SEEDING[kind]
+    for _ in range(2):
+        dataset = Holder(random.Random(5) if kind == "in place" else rng())
+        with Loader(dataset, range(1), worker_init_fn=function, **options) as loader:
+            assert len(list(loader)) == 1
+    said = [line for line in caplog.messages if "by worker_init_fn" in line]
+    assert len(said) == is_told
+    for line in said:
+        assert line.startswith("dataset.held is seeded by worker_init_fn: a generator of the")
+        assert "seed_generators=True" in line
+
+
+def test_one_that_worker_init_fn_has_seeded_is_told_once_and_not_of_a_stream(caplog):
+    with Loader(Stream(), num_workers=1, worker_init_fn=reseed_stream) as loader:
+        assert list(loader.epochs(2))
+    assert "dataset.rng" not in caplog.text
+    with Loader(Holder(rng()), num_workers=1, worker_init_fn=replace_by_seeded) as loader:
+        assert list(loader.epochs(2))
+    assert caplog.text.count("dataset.held is") == 1
+
+
+def reseed_stream(info: Any) -> None:
+    info.dataset.rng = np.random.default_rng(info.id)
 
 
 QUIET: dict[str, Callable[[], Any]] = {

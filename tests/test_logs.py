@@ -12,9 +12,10 @@ import sys
 import threading
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_all_start_methods, get_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +134,22 @@ def test_a_level_that_is_raised_later_holds_too(caplog, tmp_path):
         list(batches)
     assert "last" in caplog.text
     assert "after" not in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("method", get_all_start_methods())
+def test_what_is_said_once_is_said_once_by_whoever_says_it_first(method, num_workers, caplog):
+    """Of all workers, loaders and epochs of a program. Other lines come as often as they are."""
+    for _ in range(2):
+        with Loader(repeat, range(4), num_workers=num_workers, mp_context=method) as loader:
+            list(loader.epochs(2))
+    said = Counter(caplog.messages)
+    assert (said["again"], said["this; said once"]) == (16, 1)
+
+
+def repeat(item: int) -> None:
+    logging.getLogger("minloader").warning("%s; said once", "this")
+    logging.getLogger("minloader").warning("again")
 
 
 OWN_LOGGER = """

@@ -561,13 +561,47 @@ def lies_in_slot(tensor: Any) -> bool:
     return False
 
 
-def test_seeds_of_a_worker_init_fn_are_told_to_have_no_effect(caplog):
+@pytest.mark.parametrize("persistent", [False, True])
+@variants("method", ["fork", "spawn", "forkserver"])
+def test_seeds_of_a_worker_init_fn_are_told_to_have_no_effect(method, persistent, caplog):
+    """Once in the program, by whichever worker of whichever loader."""
+    options = {"multiprocessing_context": method, "persistent_workers": persistent}
     for data in Numbers(4), Sharded(4):
-        with DataLoader(data, num_workers=2, worker_init_fn=zoo.seed_all) as loader:
+        with DataLoader(data, num_workers=2, worker_init_fn=zoo.seed_all, **options) as loader:
             assert len(list(loader)) == len(list(loader)) == 4
-    said = [each.getMessage() for each in caplog.records]
-    assert len(said) == 2  # for each loader
-    assert all("has seeded random" in each for each in said)  # and numpy.random, if it was there
+    (said,) = [line for line in caplog.messages if "worker_init_fn" in line]
+    assert said.startswith("worker_init_fn has seeded random and numpy.random, or drawn from")
+
+
+IMPORTING = """
+import sys
+from minloader import Loader
+from minloader._worker.torch_conventions import WorkerInit
+
+def init(worker):
+    assert {module!r} not in sys.modules or {module!r} == "random"
+    {statement}
+
+list(Loader(range(2), num_workers=1, worker_init_fn=WorkerInit(init)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "is_told"),
+    [
+        ("random", "import random; random.seed(worker)", True),
+        ("random", "import random; random.Random(worker).random()", False),
+        ("numpy.random", "import numpy; numpy.random.seed(worker)", True),
+        ("numpy.random", "import numpy.random; numpy.random.rand()", True),
+        ("numpy.random", "import numpy.random; numpy.random.default_rng(worker)", False),
+        ("torch", "import torch; torch.manual_seed(worker)", True),
+        ("torch", "import torch; torch.Generator().manual_seed(worker)", False),
+    ],
+)
+def test_what_a_worker_init_fn_imports_first_is_told_if_it_is_seeded(module, statement, is_told):
+    said = python(IMPORTING.format(module=module, statement=statement)).stderr
+    assert said.startswith(f"worker_init_fn has seeded {module}, or" if is_told else "")
+    assert bool(said) == is_told
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

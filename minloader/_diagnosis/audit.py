@@ -23,7 +23,7 @@ from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.leaves import Leaf, Leaves, leaves
 from minloader._errors import MinloaderError
 from minloader._loader import Loader
-from minloader._worker.generators import drawn_message
+from minloader._worker.generators import own_message
 
 logger = logging.getLogger("minloader")
 
@@ -78,7 +78,7 @@ class AuditReport:
     def __str__(self) -> str:
         counts = " + ".join(map(str, self.batches))
         text = f"reproducible: {counts} batches are the same with " + "; ".join(self.runs)
-        return f"{text}\nBut {drawn_message(self.generators)}" if self.generators else text
+        return f"{text}\nBut {own_message(self.generators)}" if self.generators else text
 
 
 def check_reproducible(
@@ -296,7 +296,7 @@ class Audit:
                 path = next(path for path in paths if expected.get(path) != found.get(path))
                 former = self._name
                 width = max(len(former), len(run.name))
-                own = f"\n{drawn_message(self._generators)}" if self._generators else ""
+                own = f"\n{own_message(self._generators)}" if self._generators else ""
                 raise IrreproducibleError(
                     f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with "
                     f"{former}; the first difference is in {path}:\n"

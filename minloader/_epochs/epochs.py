@@ -159,15 +159,13 @@ class Epochs:
     def _follow_dataset(self) -> None:
         """Have the sampler, and the workers, go by the length that the dataset has now."""
         group = self.shared.group
-        logged = self.shared.logged
         source = source_of_size(self.source, current_size(self._dataset))
         if source is self.source:
             return
         if group.can_follow_dataset:
             group.fork_again()
             self.source = source
-        elif "length" not in logged:
-            logged.add("length")
+        else:
             logger.warning(
                 "the dataset has another length than when the loader was made, but the workers "
                 "have it as it was: the epochs keep their length; make another Loader, or one with "

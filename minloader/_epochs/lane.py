@@ -400,7 +400,7 @@ class Lane:
         self._chunk = min(self._chunk, max(1, least, shared.chunk))
         counters.workers.chunk_size = self._chunk
         self.pool.forgive_failed_starts()
-        if figures.overflowed and not counters.memory.overflowed and slots is not None:
+        if figures.overflowed and slots is not None:
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower; "
                 "%s; said once",

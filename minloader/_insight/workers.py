@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minloader._checks import brief_repr, format_bytes, snapshot
-from minloader._worker.generators import drawn_message
+from minloader._worker.generators import own_message
 from minloader._worker.messages import Reply
 
 logger = logging.getLogger("minloader")
@@ -132,13 +132,11 @@ class WorkerLog:
         jumps: the last times that one grew much at once.
         own_generators: names of generators of the dataset's own that several batches have drawn
             from; the log has said so of the first.
-        warned_growth: whether the log has said that a worker grows.
     """
 
     counts: dict[str, WorkerCount] = field(default_factory=lambda: defaultdict(WorkerCount))
     jumps: deque[Jump] = field(default_factory=lambda: deque(maxlen=JUMPS_KEPT))
     own_generators: dict[str, None] = field(default_factory=dict)
-    warned_growth: bool = False
 
     def note(self, worker: str, reply: Reply, args: dict[str, Any], item: Any) -> None:
         """Count what a worker made; for the arguments see :meth:`Counters.made`."""
@@ -157,8 +155,7 @@ class WorkerLog:
                     item=brief_repr(item),
                 )
                 self.jumps.append(jump)
-            if grows and not self.warned_growth:
-                self.warned_growth = True
+            if grows:
                 logger.warning(
                     "%s grew by %s in %d batches, %s each: the dataset keeps something, or a cache "
                     "is still being filled; worker_memory_limit replaces workers that grow too "
@@ -170,7 +167,7 @@ class WorkerLog:
                 )
         if figures.drawn:
             if not self.own_generators:
-                logger.warning("%s; said once", drawn_message(figures.drawn))
+                logger.warning(f"{own_message(figures.drawn)}; said once")
             self.own_generators |= dict.fromkeys(figures.drawn)
 
     def snapshot(self) -> dict[str, WorkerCount]:

@@ -4,6 +4,7 @@ Each worker has copies of them, which draw alike at first, and go on from batch 
 what a batch draws depends on its worker and on the batches that this has made before. Each worker
 looks for them once, in its first batch (a stream is looked through in each copy of it):
 
+* One that ``worker_init_fn`` has seeded, or replaced, is told in the log, by its name.
 * After the first batch it compares their states before and after each. One that is drawn from in
   several batches is told to the parent, by its name. Not one of a stream itself: each shard is read
   from its beginning, in a copy of its own.
@@ -302,6 +303,7 @@ class OwnGenerators:
     Attributes:
         drawn: names of those that were found to be drawn from in several batches, since it was
             emptied.
+        counts: in how many batches each was drawn from; it is told after two.
     """
 
     def __init__(self, job: Job, *, restores: bool) -> None:
@@ -309,7 +311,7 @@ class OwnGenerators:
         self.restores = restores
         self.drawn: tuple[str, ...] = ()
         self._batches = 0
-        self._counts = Counter[str]()  # in how many batches each was drawn from
+        self.counts = Counter[str]()
 
     def take_drawn(self) -> tuple[str, ...]:
         """Return the names in ``drawn``, and empty it."""
@@ -322,21 +324,23 @@ class OwnGenerators:
 
         Call it only if the info's ``generators`` are no empty dict: then there are none.
         """
-        if key[1] < 0:  # worker_init_fn, which may be what makes them
+        seeds = self.job.options.seed_generators
+        is_init = key[1] < 0  # worker_init_fn, which may be what makes them
+        if is_init and seeds:
             return None
         noted = current_batch(info).generators
         generators = noted
         if generators is None:
-            generators = self.find(info) if self.job.options.seed_generators else {}
+            generators = self.find(info) if is_init or seeds else {}
         states = {}
-        if self.restores or not self.job.options.seed_generators:
+        if self.restores or not seeds:
             states = {name: own.kind.state(own.generator) for name, own in generators.items()}
         return BatchGenerators(
             owner=self,
             info=info,
             generators=generators,
             states=states,
-            is_first=noted is None,
+            is_first=noted is None and not is_init,
         )
 
     def find(self, info: WorkerInfo) -> dict[str, OwnGenerator]:
@@ -353,8 +357,8 @@ class OwnGenerators:
         compared = current.generators
         assert compared is not None
         self._batches += 1
-        self._counts.update(changed)
-        several = [name for name in changed if self._counts[name] == 2]
+        self.counts.update(changed)
+        several = [name for name in changed if self.counts[name] == 2]
         self.drawn += tuple(several)
         kept = compared if self._batches < COMPARED_BATCHES else {}
         current.generators = {name: own for name, own in kept.items() if name not in several}
@@ -391,6 +395,8 @@ class BatchGenerators:
                 own.kind.put_back(own.generator, state)
             if self.is_first:
                 self._look_again()
+        elif self.key[1] < 0:
+            self._tell_seeded()
         elif self.is_first:
             current_batch(self.info).generators = self.owner.find(self.info)
         else:
@@ -401,6 +407,15 @@ class BatchGenerators:
     def _has_changed(self, name: str) -> bool:
         own = self.generators[name]
         return bool(comparable(own.kind.state(own.generator)) != comparable(self.states[name]))
+
+    def _tell_seeded(self) -> None:
+        """Say which of them ``worker_init_fn`` has seeded, or replaced, or made."""
+        found = self.owner.find(self.info)
+        new = [name for name, own in found.items() if self.generators.get(name) != own]
+        seeded = [*filter(self._has_changed, self.states), *new]
+        if seeded:
+            self.owner.counts |= Counter(dict.fromkeys(seeded, 2))  # it is told
+            logger.warning(f"{own_message(seeded, 'seeded by worker_init_fn')}; said once")
 
     def _look_again(self) -> None:
         """Look for those that the first batch has made. One that it only gave a nearer place keeps
@@ -430,11 +445,12 @@ def name_list(names: Collection[str]) -> str:
     return f"{', '.join(first)} and {last} are" if first else f"{last} is"
 
 
-def drawn_message(names: Collection[str]) -> str:
-    """Return the warning about generators that are drawn from in several batches."""
+def own_message(names: Collection[str], done: str = "drawn from in several batches") -> str:
+    """Return the warning about generators with which something is done that does not repeat."""
     return (
-        f"{name_list(names)} drawn from in several batches: a generator of the dataset's own goes "
-        "on from batch to batch in each worker, so that what a batch draws depends on the worker "
-        "that makes it; seed_generators=True has it seeded for each batch, or draw from "
-        "get_worker_info().rng (or seed it for each sample: that cannot be told from here)"
+        f"{name_list(names)} {done}: a generator of the dataset's own goes on from batch to batch "
+        "in each worker, so that what a batch draws depends on the worker that makes it; "
+        "seed_generators=True has it seeded for each batch, from the loader's seed (with "
+        "minloader.torch call torch.manual_seed before), or draw from get_worker_info().rng (or "
+        "seed it for each sample: that cannot be told from here)"
     )

@@ -26,6 +26,23 @@ HEAD = 3
 """Bytes before a piece: two for the worker's index, and whether the piece is the message's last."""
 
 
+said: dict[str, object] = {}
+"""Lines of our own that say of themselves that they are said once, and were said."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of ours is to come out: one that is said once is so in a program.
+
+    A worker knows of its own lines. They come here once more in the parent, which knows of all.
+    """
+    line = str(record.msg)
+    news = object()
+    return "said once" not in line or said.setdefault(line, news) is news  # in one step
+
+
+logging.getLogger("minloader").addFilter(_is_news)
+
+
 class WorkerWarning(NamedTuple):
     """A warning of a worker; arguments of ``warnings.warn_explicit``."""
 

@@ -89,7 +89,18 @@ def seed_globals(key: BatchKey) -> None:
             seed(module, value)
 
 
-def global_states() -> dict[str, Any]:
+def drawn_from() -> list[str]:
+    """Return the names of those that were drawn from, or seeded, since they were for this batch.
+
+    They are seeded for it once more. A module that was imported since has been seeded on arrival.
+    """
+    found = _states()
+    assert _key is not None
+    seed_globals(_key)
+    return [name for name, state in _states().items() if state != found[name]]
+
+
+def _states() -> dict[str, Any]:
     """Return the states of the global generators that are there, fit to be compared."""
     states: dict[str, Any] = {"random": _generator.getstate()}
     if hasattr(numpy := sys.modules.get("numpy.random"), "get_state"):

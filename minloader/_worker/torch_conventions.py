@@ -22,7 +22,7 @@ from minloader._errors import SKIP
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
-from minloader._worker.seeds import global_states, save_globals
+from minloader._worker.seeds import drawn_from, save_globals
 
 logger = logging.getLogger("minloader")
 
@@ -80,29 +80,20 @@ class WorkerInit:
     Attributes:
         function: called with the number of the worker; of a stream, for each fresh copy of the
             dataset, with that of the shard.
-        tells: whether the log is to say that seeds have no effect: by the loader's first workers.
     """
 
     function: Callable[[int], Any]
-    tells: bool = True
 
     def __call__(self, info: WorkerInfo) -> None:
-        global _has_warned
-        before = global_states()
         self.function(info.id)
-        after = global_states()
-        drawn = [name for name in before if after[name] != before[name]]
-        if drawn and info.id == 0 and self.tells and not _has_warned:
-            _has_warned = True
+        drawn = drawn_from()
+        if drawn:
             logger.warning(
                 "worker_init_fn has seeded %s, or drawn from it: that has no effect, since the "
                 "global generators are seeded anew for each batch, from the loader's seed; call "
                 "torch.manual_seed in the script, or give the loader a generator (said once)",
                 " and ".join(drawn),
             )
-
-
-_has_warned = False
 
 
 def put_back(stream: Any, state: Any) -> None:

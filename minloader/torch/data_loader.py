@@ -163,9 +163,6 @@ class _Loader(Loader[Any]):
         Raises:
             TypeError: what the workers need cannot be sent to them; they are the former ones then.
         """
-        init = self._shared.job.worker_init_fn
-        if isinstance(init, conventions.WorkerInit):
-            init.tells = False
         self._shared.group.send_job_again()
 
 
