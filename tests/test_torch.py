@@ -881,7 +881,11 @@ BAD_ARGUMENTS = [
     {"dataset": [], "shuffle": True},
     {"dataset": Sharded(3), "shuffle": True},
     {"dataset": Sharded(3), "sampler": [0]},
+    {"dataset": Sharded(3), "sampler": 3},
     {"dataset": Sharded(3), "batch_sampler": [[0]]},
+    {"dataset": Sharded(3), "batch_sampler": 3},
+    {"sampler": 3, "shuffle": True},
+    {"batch_sampler": 3, "sampler": 3},
 ]
 
 
@@ -892,6 +896,27 @@ def test_arguments_are_refused_as_by_torch(options):
         TorchLoader(**options)
     with pytest.raises(theirs.type):
         DataLoader(**options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("made_into", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_iterator_is_neither_pickled_nor_copied_as_that_of_torch(made_into, num_workers):
+    for kind in TorchLoader, DataLoader:
+        batches = iter(kind(Numbers(), num_workers=num_workers))
+        with pytest.raises(NotImplementedError, match="cannot be pickled"):
+            made_into(batches)
+
+
+@pytest.mark.parametrize("steps", [None, 0, 3])
+def test_the_argument_that_torchdatas_loader_has_more(steps):
+    """Each state is of the last batch, whatever it is."""
+    loader = DataLoader(range(8), 2, snapshot_every_n_steps=steps)
+    assert loader.snapshot_every_n_steps == steps
+    next(iter(loader))
+    state = loader.state_dict()
+    loader = DataLoader(range(8), 2, snapshot_every_n_steps=steps)
+    loader.load_state_dict(state)
+    assert lists(loader) == [[2, 3], [4, 5], [6, 7]]
 
 
 def test_attributes():

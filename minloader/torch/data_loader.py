@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from numbers import Real
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -210,6 +210,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             do those of a stream of which ``set_epoch`` was called since.
         pin_memory_device: type of the accelerator in use, or "".
         in_order: False: batches come as they get ready.
+        snapshot_every_n_steps: that of torchdata's ``StatefulDataLoader``; without effect, since
+            each state is of the last batch.
         transform: minloader's own, as are those that follow: called in the worker with each sample.
         on_error: what an error that makes a batch fail does; see :class:`minloader.Loader`.
         on_sample_error: what an error of one sample does, also if it hangs or kills its worker; see
@@ -251,6 +253,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
+        snapshot_every_n_steps: int | None = 1,
         transform: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         on_sample_error: OnSampleError = "raise",
@@ -281,8 +284,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         checks.check_callable("collate_fn", collate_fn)
         checks.check_callable("worker_init_fn", worker_init_fn)
         checks.check_callable("transform", transform)
-        checks.check_iterable("sampler", sampler)
-        checks.check_iterable("batch_sampler", batch_sampler)
         checks.check_on_error("on_error", on_error)
         checks.check_on_error("on_sample_error", on_sample_error)
         checks.check_shared_memory(shared_memory)
@@ -300,6 +301,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.trace: str | os.PathLike[str] | None = trace
         self._forget()
         self.in_order: bool = checks.check_bool("in_order", in_order)
+        self.snapshot_every_n_steps: int | None = snapshot_every_n_steps
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn),
             *(pin_memory, drop_last, timeout, worker_init_fn, multiprocessing_context, generator),
@@ -308,6 +310,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             pin_memory_device=pin_memory_device,
             **({"in_order": in_order} if _HAS_ORDER else {}),
         )
+        # After torch has refused what excludes each other.
+        checks.check_iterable("sampler", sampler)
+        checks.check_iterable("batch_sampler", batch_sampler)
 
     def _forget(self) -> None:
         """Be as if no epoch had begun."""
@@ -710,6 +715,11 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
         if type(items) is Items:
             staged = [claim.ordinal for claim, _ in self.claims.staged if claim.lane is lane]
             items.follow(lane.position(tuple(staged)).given if staged else lane.taken)
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError(  # torch's class
+            f"{type(self).__name__} cannot be pickled or copied, since the workers are its loader's"
+        )
 
     def _next_claim(self) -> Claim:
         claim = super()._next_claim()
