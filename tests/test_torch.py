@@ -974,6 +974,39 @@ def test_a_sampler_that_can_be_read_once(sampler):
         next(iter(loader))
 
 
+def test_leaving_out_does_not_hide_that_a_sampler_is_used_up():
+    loader = DataLoader(Numbers(), sampler=iter([1, 2, 3]))
+    loader.skip(1)
+    assert numbers(loader) == [[2], [3]]
+    loader.skip(1)
+    with pytest.raises(RuntimeError, match="sampler is an iterator"):
+        next(iter(loader))
+    loader.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loader.skip(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_left_out_also_where_an_attribute_is_set_since(num_workers):
+    """What is left out is not made, and nothing is drawn for it."""
+    loader = DataLoader(Bad(8, fails=1), 2, num_workers=num_workers)
+    for n in 1, 2, 3:
+        loader.skip(n)
+        loader.retries += 1
+        assert numbers(loader) == [[2], [4], [6]][n - 1 :]
+    with pytest.raises(ValueError, match="n must be at least 0"):
+        copy.copy(loader).skip(-1)
+    loader.close()
+    of_a_function = DataLoader(Unsized(), sampler=range(3), batch_size=None)
+    of_a_function.skip(2)
+    assert list(of_a_function) == [2]
+
+
+class Unsized:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 def begin(dataset: Any = None, **options: Any) -> None:
     with DataLoader(Numbers() if dataset is None else dataset, **options) as loader:
         next(iter(loader))

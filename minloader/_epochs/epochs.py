@@ -448,9 +448,9 @@ class Epochs:
                     )
                 if current.claims.stage is not None:
                     raise RuntimeError(
-                        "skip is refused while prefetch takes batches ahead of you: call it before "
-                        "prefetch begins, or after loader.load_state_dict(loader.state_dict()), "
-                        "and then begin another prefetch"
+                        "skip is refused while prefetch, or pin_memory, takes batches ahead of "
+                        "you: call it before that begins, or after "
+                        "loader.load_state_dict(loader.state_dict()), and then begin another"
                     )
                 current.skip(n)
                 return

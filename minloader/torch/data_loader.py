@@ -88,7 +88,7 @@ class _Loader(Loader[Any]):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether a state was loaded, and its epoch has not begun since."""
+        """Whether a state was loaded, or batches were left out, of an epoch that has not begun."""
         return self._epochs.resume is not None
 
     @property
@@ -322,6 +322,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._made_with: list[Any] = []  # settings of the loader
         # The numbers of their epochs that samplers and stream showed when a state was loaded.
         self._numbers_loaded: list[int | None] = []
+        self._left_out = 0  # batches, by skip, before there was a loader
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -346,6 +347,22 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         for each in (*with_inner(self._index_sampler), self.dataset):
             if has_epochs(each):
                 each.set_epoch(epoch)
+
+    def skip(self, n: int) -> None:
+        """Leave out the next ``n`` batches without making them, as for a run that has a count.
+
+        They count as handed over, for a state too. In the middle of an epoch they are its next
+        ones, otherwise the first ones of the epoch that begins next, or of what a state has left of
+        it. See :meth:`minloader.Loader.skip`, also for what is refused.
+        """
+        self._check_open()
+        if self._loader is not None:
+            self._loader.skip(n)
+        else:
+            # It is made, and its seed drawn, when the first epoch begins; this one only refuses.
+            self._sync_order()
+            self._make(0, None).skip(n)
+            self._left_out += n
 
     # --- an epoch
 
@@ -487,6 +504,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         in_use = [each for each in self._loaders if each.is_in_use]
         if former is None:
             made = self._make(self._next_seed(), self.trace)
+            if self._left_out:
+                made.skip(self._left_out)
         else:
             trace = None if former.is_tracing(self.trace) else self.trace
             made = self._make(former.seed, trace)

@@ -218,6 +218,7 @@ class Place:
         rest: what is to come, by place in the epoch; None: the epoch has not begun.
         fixed: what the order follows from, when the epoch has begun, or a state has fixed that.
         behind: the global generators behind each item, as torch's loader without workers has them.
+        skipped: how many of its first batches are left out, if it has not begun.
     """
 
     number: int = 0
@@ -226,6 +227,7 @@ class Place:
     rest: dict[int, Any] | None = None
     fixed: Fixed | None = None
     behind: list[Generators] = field(default_factory=list)
+    skipped: int = 0
 
 
 @dataclass
@@ -351,13 +353,37 @@ class DropIn:
     def enter(self) -> None:
         """Does what the first ``next`` does."""
         self.entered = True
-        if self.left:
-            self.place = Place(self.place.number + 1, self.told)
-            self.left = False
+        self.go_on()
         place = self.place
         if place.rest is None:
             self.fix()
-            place.rest = dict(enumerate(self.right(place)))
+            place.rest = dict([*enumerate(self.right(place))][place.skipped :])
+
+    def go_on(self) -> None:
+        """Goes to the next epoch, if the present one was left."""
+        if self.left:
+            self.place = Place(self.place.number + 1, self.told)
+            self.left = False
+
+    def skip(self, count: int) -> None:
+        self.steps.append(f"skip {count}")
+        before = torch.get_rng_state(), self.generator.get_state()
+        refused = ""
+        try:
+            self.loader.skip(count)
+        except (TypeError, RuntimeError) as error:
+            refused = str(error)
+        if refused or self.is_stream:
+            assert ("the dataset is a stream" if self.is_stream else "while prefetch") in refused
+            return
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(self.generator.get_state(), before[1])
+        self.go_on()
+        place = self.place
+        if place.rest is None:
+            place.skipped += count
+        else:
+            place.rest = dict([*place.rest.items()][count:])
 
     def take(self, count: int, interrupt: int | None = None, within: str = OURS) -> bool:
         """Takes batches; says whether the first ``next`` had so many places for Ctrl-C."""
@@ -490,6 +516,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "prefetch": lambda program, depth: program.prefetch(depth),
     "take": lambda program, count: program.take(count),
     "take each": lambda program: take_each(program),
+    "skip": lambda program, count: program.skip(count),
     "finish": lambda program: program.batches is not None and program.take(100),
     "leave": lambda program: program.leave(),
     "note": lambda program: program.note(),
@@ -525,6 +552,11 @@ FOUND: dict[str, str] = {
     "seeded before each epoch": "note; reseed; begin 0; take 1; note; finish; note; reseed; "
     "begin 1; finish; note; reseed own; begin 2; take each; load 1; reseed; begin 0; finish; "
     "move 2; reseed; begin 1; finish; load 3; reseed own; torch.rand; begin 2; finish",
+    "left out": "skip 1; torch.rand; begin 0; take 1; note; skip 1; note; take each; skip 2; note; "
+    "begin 1; take 1; note; leave; note; skip 2; note; begin 2; skip 1; note; finish; load 0; "
+    "skip 1; note; begin 0; finish; begin 1; skip 99; finish; begin 2; skip 1; leave; begin 2; "
+    "take each; verify",
+    "left out before anything": "skip 1; note; skip 1; note; verify",
     "resumed, and resumed again": "begin 0; take 1; note; move 0; go on; take 1; note; move 1; "
     "go on; take each; verify",
 }
@@ -663,6 +695,11 @@ class TorchPrograms(RuleBasedStateMachine):
     def leave(self) -> None:
         with self.noted("leave") as program:
             program.leave()
+
+    @rule(count=st.integers(0, 5))
+    def skip(self, count: int) -> None:
+        with self.noted("skip") as program:
+            program.skip(count)
 
     @rule()
     def note(self) -> None:
