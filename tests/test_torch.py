@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -44,7 +45,7 @@ from interrupts import interrupted
 from kinds import IDIOMS, BeginsAnew, Counted, Numbered, ServesOnce
 from samples import KINDS, Bad, Kinds, Numbers, Whereabouts
 
-from minloader import BatchError, Loader, TransportError, concurrent, shuffled
+from minloader import BatchError, Loader, TransportError, concurrent, prefetch, shuffled
 from minloader import BatchSampler as OurBatchSampler
 
 torch = require("torch")
@@ -1444,6 +1445,69 @@ def test_subclasses_that_never_end_an_epoch(unlock):
     loader.reset()
     assert sorted(chain(*numbers(loader))) == list(range(20))
     loader.close()
+
+
+class Holding(DataLoader[Any]):
+    """Has its iterator in a place of its own, within another object."""
+
+    def __iter__(self) -> Any:
+        self.__dict__.setdefault("kept", []).append(prefetch(super().__iter__(), list))
+        return self.kept[-1]
+
+
+def take_one(loader: Any) -> None:
+    next(iter(loader))
+
+
+def leave_before_it_begins(loader: Any) -> None:
+    list(loader)
+    loader.kept = []
+    iter(loader)  # the workers are those of the former iterator
+
+
+def resume(loader: Any) -> None:
+    take_one(loader)
+    loader.load_state_dict(loader.state_dict())
+    take_one(loader)
+
+
+@pytest.mark.parametrize("use", [take_one, list, leave_before_it_begins, resume])
+@pytest.mark.parametrize("make", [partial(Holding, range(9)), partial(Holding, Placed(9))])
+def test_a_loader_that_holds_its_iterator_goes_without_the_collector(no_collector, make, use):
+    """And its workers with it, as those of torch's loader do."""
+    loader = make(batch_size=4, num_workers=1, persistent_workers=True)
+    use(loader)
+    gone = weakref.ref(loader)
+    assert belongings()["children"]
+    del loader
+    assert gone() is None
+    assert eventually(lambda: not belongings()["children"])
+
+
+@pytest.mark.parametrize("data", [range(9), Placed(9)])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("begins_before", [False, True])
+def test_an_iterator_whose_loader_nobody_has(no_collector, data, num_workers, begins_before):
+    """It goes on, knows its length and its state, and ends its workers."""
+    make = partial(DataLoader, data, 2, num_workers=num_workers)
+    expected = list(map(str, make()))
+    loader = make()
+    batches = prefetch(iter(loader), str)
+    begun = [next(batches)] if begins_before else []
+    gone = weakref.ref(loader)
+    del loader
+    assert gone() is None
+    begun += [next(batches) for _ in range(2 - len(begun))]
+    state = batches.state_dict()
+    assert begun + list(batches) == expected
+    if isinstance(data, range):
+        assert len(batches) == 5
+    assert batches.state_dict()["state"][0]["loader"]["epoch"] == 1
+    del batches
+    assert eventually(lambda: not belongings()["children"])
+    other = make()
+    other.load_state_dict(state)
+    assert list(map(str, other)) == expected[2:]
 
 
 def test_copies():

@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from numbers import Real
@@ -29,7 +30,7 @@ from minloader import _checks as checks
 from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
 from minloader._epochs.epoch import Claim, Epoch
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Batches, BeginNext
+from minloader._epochs.iterator import Batches
 from minloader._epochs.position import check_version
 from minloader._epochs.stage import Stage
 from minloader._insight.stats import Stats
@@ -377,13 +378,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _get_iterator(self) -> EpochBatches[T]:
         # Subclasses call it, as they do torch's.
         self._check_open()
-        return EpochBatches(self, self._begin)
+        return EpochBatches(_Held(self))
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self, batches: Batches[T], former: Epoch | None) -> Epoch | None:
+    def _begin(self, batches: EpochBatches[T]) -> Epoch:
         """Begin the one epoch of an iterator, or the rest of one if a state was loaded.
 
         An interrupt leaves all as it was, or what was drawn for the next try. Several threads may
@@ -394,9 +395,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             TypeError: what the workers need cannot be sent to them.
             ValueError: an attribute was set to a value that does not go with the others.
         """
-        return in_turn(self._begin_alone, batches) if former is None else None
-
-    def _begin_alone(self, batches: Batches[T]) -> Epoch:
         self._check_open()
         _check_timeout(self.timeout)  # as all attributes, these may have been set
         _check_generator(self.generator)
@@ -416,6 +414,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             # It is not read, but generators are drawn from.
             order.set_epoch(self._number)
             iter(order)
+        batches.held.renew(self)
         return loader.begin(batches)
 
     def _leave_behind(self) -> None:
@@ -707,19 +706,54 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.close()
 
 
+class _Held(Generic[T]):
+    """The loader, as its iterator holds it: weakly, since a subclass may hold its iterator.
+
+    So its workers, which end with the ``_Loader``, need no cyclic collection. What an iterator
+    needs when nobody has the loader any more is in a plain one.
+
+    Args:
+        loader: as it is now.
+    """
+
+    def __init__(self, loader: DataLoader[T]) -> None:
+        self._loader = weakref.ref(loader)
+        self.renew(loader)
+
+    def renew(self, loader: DataLoader[T]) -> None:
+        """Hold what the loader has now."""
+        plain: DataLoader[T] = DataLoader.__new__(DataLoader)
+        plain.__dict__.update((name, each) for name, each in vars(loader).items() if name in _OWN)
+        self._plain = plain
+
+    @property
+    def loader(self) -> DataLoader[T]:
+        """The loader, or what is left of it."""
+        loader = self._loader()
+        return self._plain if loader is None else loader
+
+    def begin(self, batches: Any, former: Epoch | None) -> Epoch | None:
+        """Begin the one epoch of the iterator."""
+        return in_turn(self.loader._begin, batches) if former is None else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader."""
+        return self.loader.state_dict()
+
+
 class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
     """Iterator over the batches of one epoch, which begins with the first ``next``.
 
     It is one of torch's for Lightning, which leaves those out of copies.
 
     Args:
-        owner: the loader. The iterator keeps it alive, since its workers end with it.
-        begin: begins its epoch.
+        held: the loader.
     """
 
-    def __init__(self, owner: DataLoader[T], begin: BeginNext) -> None:
-        super().__init__(begin, owner.state_dict)
-        self.owner = owner
+    def __init__(self, held: _Held[T]) -> None:
+        super().__init__(held.begin, held.state_dict)
+        self.held = held
+        owner = held.loader
         self._given = 0
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
         pins = owner.pin_memory and can_pin()
@@ -757,14 +791,14 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
 
     def _warn_of_length(self) -> None:
         warnings.warn(
-            f"Length of IterableDataset {self.owner.dataset} was reported to be {self._most} "
+            f"Length of IterableDataset {self.held.loader.dataset} was reported to be {self._most} "
             f"(when len(dataloader) was asked for), but {self._given} batches have been "
             "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
             stacklevel=6,
         )
 
     def __len__(self) -> int:
-        return len(self.owner._index_sampler)
+        return len(self.held.loader._index_sampler)
 
 
 def _check_timeout(timeout: Any) -> None:
@@ -793,3 +827,7 @@ def _start_method() -> str:
     methods = multiprocessing.get_all_start_methods()  # the default is the first
     method = multiprocessing.get_start_method(allow_none=True)
     return method if method in methods else methods[0]
+
+
+_OWN = vars(DataLoader(())).keys() - {"_iterator"}
+"""Attributes of a loader that has no subclass, without torch's place for an iterator."""
