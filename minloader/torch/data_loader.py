@@ -93,6 +93,12 @@ class _Loader(Loader[Any]):
         return self._epochs.resume is not None
 
     @property
+    def is_within(self) -> bool:
+        """Whether the consumer is between the first batch of an epoch and the end of it."""
+        resume = self._epochs.resume
+        return self.would_abandon if resume is None else resume.has_begun
+
+    @property
     def is_in_use(self) -> bool:
         """Whether there is an iterator over its batches."""
         return bool(self._shared.group.iterators)
@@ -325,6 +331,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._numbers_loaded: list[int | None] = []
         self._left_out = 0  # batches, by skip, before there was a loader
         self._closed = False
+        self._rests = False  # whether iterators that begin give nothing
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy is made of: one that has not begun any epoch."""
@@ -417,6 +424,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         batches.held.renew(self)
         return loader.begin(batches)
 
+    def _leave(self) -> None:
+        """Begin the next epoch, or the rest of one if a state was loaded, and leave it unread."""
+        in_turn(self._begin, EpochBatches(_Held(self)))
+
     def _leave_behind(self) -> None:
         """Go on to another epoch, if a state was loaded, and a sampler was set to that since.
 
@@ -476,6 +487,11 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     def _number(self) -> int:
         """That of the next epoch in the loader."""
         return 0 if self._loader is None else self._loader.epoch
+
+    @property
+    def _is_within(self) -> bool:
+        """Whether the consumer is between the first batch of an epoch and the end of it."""
+        return self._loader is not None and self._loader.is_within
 
     @property
     def _is_resumed(self) -> bool:
@@ -734,7 +750,9 @@ class _Held(Generic[T]):
 
     def begin(self, batches: Any, former: Epoch | None) -> Epoch | None:
         """Begin the one epoch of the iterator."""
-        return in_turn(self.loader._begin, batches) if former is None else None
+        if former is not None or self.loader._rests:
+            return None
+        return in_turn(self.loader._begin, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader."""

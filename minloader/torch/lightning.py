@@ -28,29 +28,53 @@ class KeepLoaderState(Callback):  # type: ignore[misc]
             Lightning then reads a batch ahead, which the state would count.
     """
 
-    _loaded: tuple[list[Any], bool] | None = None
+    _loaded: tuple[list[tuple[Any, bool]], bool] = [], False
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        states = [each.state_dict() for each in _loaders(trainer)]
+        has_stepped = trainer.fit_loop.batch_idx >= 0
+        # A loader may end before the others, with a CombinedLoader.
+        states = [
+            (each.state_dict(), has_stepped and not each._is_within) for each in _loaders(trainer)
+        ]
         checkpoint["minloader"] = states, trainer.is_last_batch
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._loaded = checkpoint.get("minloader")
+        self._loaded = checkpoint.get("minloader", self._loaded)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for loader in _loaders(trainer):
             _check_length(loader)
-        states, was_last = self._loaded or ([], False)
-        self._loaded = None
-        for loader, state in zip(_loaders(trainer) if states else [], states, strict=True):
+        (states, was_last), self._loaded = self._loaded, ([], False)
+        for loader, (state, has_ended) in zip(
+            _loaders(trainer) if states else [], states, strict=True
+        ):
             loader.load_state_dict(state)
-            if was_last:  # Lightning begins the next epoch: leave the empty rest behind
-                list(loader)
-                loader.set_epoch(trainer.current_epoch)  # Lightning does not say that it begins
+            if was_last and not has_ended:
+                loader._leave()
+            loader._rests = has_ended and not was_last
+        if was_last:
+            _go_on_to_next_epoch(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         for loader in _loaders(trainer):
+            loader._rests = False
             loader.set_epoch(trainer.current_epoch)
+
+
+def _go_on_to_next_epoch(loop: Any) -> None:
+    """Have Lightning begin an epoch as it does without a resume, if it has counted the one before.
+
+    As it is, it enters that one once more, with ``max_steps``, for a batch; or it does not count
+    the epoch that it begins, so that this one's checkpoints are taken for those of its end.
+    """
+    progress = loop.epoch_progress
+    if progress.current.processed < progress.current.ready:
+        return
+    if progress.current.completed < progress.current.processed:
+        progress.increment_completed()
+    if not loop.epoch_loop.restarted_on_train_batch_end:
+        loop.epoch_loop.batch_progress.reset_on_run()
+    loop.reset_restart_stage()
 
 
 def _loaders(trainer: Any) -> list[DataLoader[Any]]:
