@@ -90,6 +90,7 @@ def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
     [
         ("accelerate", "opt_in"),
         ("transformers", "other_folder"),
+        pytest.param("transformers", "transformers_states", marks=pytest.mark.slow),
         pytest.param("lightning", "lightning_resumes", marks=pytest.mark.slow),
         pytest.param("lightning", "lightning_states", marks=pytest.mark.slow),
     ],

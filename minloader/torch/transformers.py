@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,18 @@ class LoaderCheckpoints(TrainerCallback):  # type: ignore[misc]
 
     resumed: Path | None = None
     _undo = ExitStack()
+    _next_epoch = 0
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         known = kwargs["train_dataloader"].state_dict()
+        has_ended = known.get("_iterator_finished", False)  # of Accelerate's loaders
+        saved = {"loader": known, "epoch": self._next_epoch - (not has_ended)}
         if state.is_world_process_zero or "state" not in known:
-            torch.save(known, self._folder(args, state) / _name(args, known))
+            torch.save(saved, self._folder(args, state) / _name(args, known))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
+        self._next_epoch = 0
         if state.global_step:
             folder = self.resumed or self._folder(args, state)
             file = folder / _name(args, loader.state_dict())
@@ -72,7 +78,9 @@ class LoaderCheckpoints(TrainerCallback):  # type: ignore[misc]
                     "Trainer.train a checkpoint that was saved with LoaderMixin or "
                     "LoaderCheckpoints, or train without them"
                 )
-            loader.load_state_dict(torch.load(file))
+            saved = torch.load(file)
+            loader.load_state_dict(saved["loader"])
+            self._next_epoch = saved["epoch"]
             # The state has skipped them already.
             self._undo.callback(setattr, trainer, "skip_first_batches", trainer.skip_first_batches)
             trainer.skip_first_batches = lambda loader, count: loader
@@ -81,8 +89,24 @@ class LoaderCheckpoints(TrainerCallback):  # type: ignore[misc]
     def _folder(args: Any, state: Any) -> Path:
         return Path(args.output_dir, f"checkpoint-{state.global_step}")
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The Trainer takes a stream without a length for one epoch, and counts from 0 when it
+        # resumes. What it is about to tell, and then Accelerate's loader, is the right number.
+        loader = kwargs["train_dataloader"]
+        loader.set_epoch = partial(_tell, weakref.ref(loader), self._next_epoch)
+        self._next_epoch += 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        vars(kwargs["train_dataloader"]).pop("set_epoch", None)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo.close()
+
+
+def _tell(loader: weakref.ref[Any], right: int, told: int) -> None:
+    """Set a loader to the right epoch, whatever it is told."""
+    here: Any = loader()
+    type(here).set_epoch(here, right)
 
 
 def _name(args: Any, known: dict[str, Any]) -> str:
