@@ -295,15 +295,20 @@ class DrawingStream(IterableDataset):  # type: ignore[type-arg]
     Args:
         n: number of samples.
         stateful: whether it says where it is.
+        name: of the attribute that has the number of the epoch, and of the state's key.
     """
 
-    def __init__(self, n: int, stateful: bool) -> None:
+    def __init__(self, n: int, stateful: bool, name: str = "epoch") -> None:
         self.n = n
         self.stateful = stateful
-        self.epoch = self.at = 0
+        self.name = name
+        self.at = 0
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        setattr(self, self.name, epoch)
+        if self.name == "round":
+            self.at = 0  # else nobody would know after an epoch that was left
 
     def __iter__(self) -> Iterator[Any]:
         self.at = self.at if self.stateful else 0
@@ -311,7 +316,7 @@ class DrawingStream(IterableDataset):  # type: ignore[type-arg]
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         for n in range(first + self.at * step, self.n, step):
             self.at += 1
-            yield 1000 * self.epoch + n, random.random()
+            yield 1000 * vars(self)[self.name] + n, random.random()
         self.at = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -320,7 +325,8 @@ class DrawingStream(IterableDataset):  # type: ignore[type-arg]
         raise AttributeError(name)
 
     def _state_dict(self) -> Any:
-        return {"epoch": self.epoch, "at": self.at}
+        return {self.name: vars(self)[self.name], "at": self.at}
 
     def _load_state_dict(self, state: Any) -> None:
-        self.epoch, self.at = state["epoch"], state["at"]
+        self.set_epoch(state[self.name])
+        self.at = state["at"]

@@ -341,6 +341,7 @@ class OwnGenerators:
             generators=generators,
             states=states,
             is_first=noted is None and not is_init,
+            is_init=is_init,
         )
 
     def find(self, info: WorkerInfo) -> dict[str, OwnGenerator]:
@@ -374,6 +375,7 @@ class BatchGenerators:
         generators: those that were there before it, by their paths.
         states: of them, then; empty if nobody asks for these.
         is_first: whether the batch is the first that the worker makes, or of this copy of a stream.
+        is_init: whether in place of a batch ``worker_init_fn`` is called.
     """
 
     owner: OwnGenerators
@@ -381,6 +383,7 @@ class BatchGenerators:
     generators: dict[str, OwnGenerator]
     states: dict[str, Any]
     is_first: bool
+    is_init: bool
 
     def begin(self, key: BatchKey) -> None:
         """Seed them, if that is asked for."""
@@ -395,7 +398,7 @@ class BatchGenerators:
                 own.kind.put_back(own.generator, state)
             if self.is_first:
                 self._look_again()
-        elif self.key[1] < 0:
+        elif self.is_init:
             self._tell_seeded()
         elif self.is_first:
             current_batch(self.info).generators = self.owner.find(self.info)

@@ -49,7 +49,7 @@ from minloader._worker.messages import (
     ordinal_in_epoch,
 )
 from minloader._worker.seeds import BatchKey
-from minloader._worker.torch_conventions import Stream, begin_at_state, put_back
+from minloader._worker.torch_conventions import Stream, begin_at_state, number_of, put_back
 
 logger = logging.getLogger("minloader")
 
@@ -82,6 +82,7 @@ class ShardReader:
         last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
         is_other: whether it gave something else when it was read again.
         last_state: that it had when it was last asked; None if it was not.
+        told_state: that it had when the epoch began, where the user tells it and Ctrl-C may come.
     """
 
     maker: BatchMaker
@@ -98,6 +99,7 @@ class ShardReader:
     last_fingerprint: int | None = None
     is_other: bool = False
     last_state: bytes | None = None
+    told_state: Any = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
     # Those of the batch drawn last, where an interrupt may come.
     _last_samples: list[Any] | None = None
@@ -155,11 +157,27 @@ class ShardReader:
         Returns:
             All states that there are to put back.
         """
+        if not self.shard.at and self._is_told:
+            self._try(self._begin_as_told)
+            return {}
         packed = self.shard.state if self.is_fresh else None
         states: dict[str, Any] = {} if packed is None else self._try(unpack, packed)
         if "dataset" in states:
             self._try(put_back, self.info.dataset, states["dataset"])
         return states
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether the user tells the stream its epochs, as with torch."""
+        return bool(getattr(self.info.dataset, "is_told", False))
+
+    def _begin_as_told(self) -> None:
+        """Begin the epoch as the stream is, or behind one that was left, as that began."""
+        dataset = self.info.dataset
+        if self.told_state is not None:
+            dataset.put_back_and_tell(self.told_state)
+        elif self.environment.is_inline:
+            self.told_state = copy.deepcopy(known_state(dataset))
 
     def begin_at(self, states: dict[str, Any]) -> None:
         """Begin to read where a state was put back; at the beginning that is done by the draw."""
@@ -202,6 +220,9 @@ class ShardReader:
             self.next_ordinal += 1  # it takes the place of a batch
             raise
         self.ended = len(samples) < size
+        if self.ended and self.shard.at and self._is_told and is_stateful(self.info.dataset):
+            # Or it might begin its next epoch where it was put back, once it is told that.
+            self.info.dataset.load_state_dict(state_of(self.info.dataset))
         if not samples or (self.ended and not job.options.keep_last):
             self._samples = []
             self._last_samples = None
@@ -381,6 +402,12 @@ class ShardReaders:
         if is_inline:
             self._take_over(shard)
         former = self._readers.get(shard.id)
+        told_state = None
+        if former is not None and not former.ended:
+            is_read_on = former.shard.pass_number == shard.pass_number
+            # Where an epoch was left, one whose number is nowhere to be seen stays as it was told.
+            if is_read_on or number_of(_unwrapped(former.info.dataset)) is not None:
+                told_state = former.told_state
         if former is not None and former.shard.pass_number == shard.pass_number:
             if former.go_on_with(shard):
                 return former
@@ -414,6 +441,7 @@ class ShardReaders:
             is_fresh=is_fresh,
             environment=self.environment,
             is_read_again=is_read_again,
+            told_state=told_state,
         )
         self._readers[shard.id] = reader
         return reader

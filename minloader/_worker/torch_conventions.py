@@ -153,39 +153,34 @@ class Stream:
         read_once: whether each epoch needs a new copy of the dataset.
 
     Attributes:
-        own: the user's own object, which is told the epochs, where this has a copy of it that was
-            made in the same process; it has one for each shard.
+        is_told: whether the user tells it the epochs. Then it begins each as it is, and states are
+            put back within an epoch alone: one from the end of an epoch would be of that.
     """
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = dataset
         self.read_once = read_once
-        self.own = dataset
+        self.is_told = has_epochs(dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        self._tell(number_of(self.own))
         return iter(self.dataset)
 
-    def _tell(self, number: int | None) -> None:
+    def put_back_and_tell(self, state: Any) -> None:
+        """Put it back to a state from the beginning of an epoch, for the one that it was told."""
+        number = number_of(self.dataset)
+        put_back(self.dataset, state)
         if number is not None and number_of(self.dataset) != number:
             self.dataset.set_epoch(number)
 
     def __deepcopy__(self, memo: Any) -> Stream:
-        made = Stream(copy.deepcopy(self.dataset, memo), read_once=self.read_once)
-        made.own = self.own
-        return made
+        # The user tells the object itself.
+        read_once = self.read_once or self.is_told
+        return Stream(copy.deepcopy(self.dataset, memo), read_once=read_once)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "state_dict":
-            return self.dataset.state_dict
-        if name == "load_state_dict" and hasattr(self.dataset, name):
-            return self._load_state_dict
+        if name in ("state_dict", "load_state_dict"):
+            return getattr(self.dataset, name)
         raise AttributeError(name)
-
-    def _load_state_dict(self, state: Any) -> None:
-        number = number_of(self.own)
-        self.dataset.load_state_dict(state)
-        self._tell(number)  # the state may be from the end of the epoch before
 
 
 _torch_info: WorkerInfo | None = None

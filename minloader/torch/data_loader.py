@@ -667,6 +667,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             order = self._sync_order()
             (sampler,) = known["loader"].get("sampler") or (None,)
             order.put_back(start, sampler and sampler["state"])
+            if not self.num_workers:
+                self._put_stream_back(known["loader"])
             loader.load_state_dict(known["loader"])
         except BaseException:  # refused: the epoch under way goes on
             if former is None and self._loader is not None:
@@ -677,6 +679,13 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             each.supersede()
         order.starts = {loader.epoch: start}
         self._numbers_loaded = self._numbers
+
+    def _put_stream_back(self, state: Mapping[str, Any]) -> None:
+        """Put a stream that is told its epochs, and read here, to a state from between two."""
+        for stream in state.get("stream", ()):
+            match stream["shards"]:
+                case [{"at": 0, "state": {"dataset": known}}] if has_epochs(self.dataset):
+                    conventions.put_back(self.dataset, known)
 
     def _read_state(self, state: Any) -> dict[str, Any]:
         """Return a copy of the part of a state that is for this loader, or refuse it."""

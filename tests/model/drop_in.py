@@ -91,7 +91,7 @@ def nested(n: int, outer: str, inner: str, told: str) -> Nested:
 
 
 def tell(loader: Any, epoch: int) -> None:
-    """Tells the epoch to those samplers that the loop tells."""
+    """Tells the epoch to those samplers that the loop tells, or the stream."""
     samplers = loader.batch_sampler, loader.sampler
     found = next((each for each in samplers if isinstance(each, Nested)), None)
     if found is not None:
@@ -194,6 +194,22 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     ),
     "stream": lambda n, generator: {"dataset": DrawingStream(n, False), "batch_size": 2},
     "stream with state": lambda n, generator: {"dataset": DrawingStream(n, True), "batch_size": 2},
+    "stream, _epoch": lambda n, generator: {
+        "dataset": DrawingStream(n, False, "_epoch"),
+        "batch_size": 2,
+    },
+    "stream with state, _epoch": lambda n, generator: {
+        "dataset": DrawingStream(n, True, "_epoch"),
+        "batch_size": 2,
+    },
+    "stream with state, hidden": lambda n, generator: {
+        "dataset": DrawingStream(n, True, "round"),
+        "batch_size": 2,
+    },
+    "stream, hidden": lambda n, generator: {
+        "dataset": DrawingStream(n, False, "round"),
+        "batch_size": 2,
+    },
 }
 
 
@@ -274,6 +290,10 @@ class DropIn:
         return "stream" in self.kind
 
     @property
+    def is_hidden_stream(self) -> bool:
+        return self.is_stream and "hidden" in self.kind
+
+    @property
     def draws_as_it_goes(self) -> bool:
         return "drawn as it goes" in self.kind
 
@@ -289,7 +309,8 @@ class DropIn:
 
     def make(self) -> DataLoader[Any]:
         self.generator = torch.Generator().manual_seed(5)
-        persistent = self.persistent and self.num_workers > 0
+        # Workers that stay do not hear of a number that nobody sees, as with torch.
+        persistent = self.persistent and self.num_workers > 0 and not self.is_hidden_stream
         given = self.arguments(self.generator)
         return DataLoader(**given, num_workers=self.num_workers, persistent_workers=persistent)
 
@@ -342,7 +363,7 @@ class DropIn:
 
     def fix(self) -> None:
         if self.place.fixed is None:
-            persists = self.persistent and self.num_workers > 0 and self.place.number > 0
+            persists = self.loader.persistent_workers and self.place.number > 0
             self.place.fixed = Fixed(
                 shared=global_generators(),
                 own=self.generator.get_state(),
