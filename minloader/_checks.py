@@ -18,7 +18,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
-from numbers import Integral, Real
+from numbers import Real
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -608,22 +608,16 @@ def check_on_error(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be 'raise', 'skip' or a callable, got {brief_repr(value)}")
 
 
-def check_max_errors(max_errors: Any) -> float | None:
-    """Return how many may fail: a number, a share as a float, or None for any number."""
+def check_max_errors(max_errors: Any) -> int | None:
+    """Return how many may fail; None for any number."""
     if max_errors is None:
         return None
-    if isinstance(max_errors, bool) or not isinstance(max_errors, Real):
-        raise TypeError(f"max_errors must be an int, a float or None, got {brief_repr(max_errors)}")
-    if isinstance(max_errors, Integral):
-        return check_int("max_errors", max_errors, 0)
-    share = float(max_errors)
-    if not 0 < share < 1:
-        raise ValueError(
-            f"max_errors={max_errors} is a share of the samples, since it is no int, and must be "
-            "between 0 and 1, such as 0.05; for a number of samples give an int, and for any "
-            "number None"
+    if isinstance(max_errors, float):
+        raise TypeError(
+            f"max_errors must be an int or None, got {max_errors}; for a share of the samples, "
+            "multiply it by how many an epoch has, and round that"
         )
-    return share
+    return check_int("max_errors", max_errors, 0)
 
 
 def check_executor(executor: Any, *, streams: bool) -> None:

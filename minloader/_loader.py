@@ -97,10 +97,7 @@ class Loader(Generic[B]):
             in its place, or :data:`SKIP`, or raises, so that the batch fails. The callable is given
             a :class:`BatchError` with the sample, where that is made: in the worker.
         max_errors: how many samples of an epoch may fail, and batches of which it is not known by
-            which sample; the same sample counts once. A float, such as 0.05, is a share of the
-            samples of the epoch: its number of batches, times the mean size of those so far. Where
-            the epoch has no ``len``, it is a share of the samples so far, or of 1,000 while these
-            are fewer; at its end of all. One more that fails ends the loop with a
+            which sample; the same sample counts once. One more that fails ends the loop with a
             :class:`BatchError` in its place, which shows the first ones, whatever ``on_error`` is.
             States keep the count. None: any number.
         chunks: whether tiny batches may travel several to a task, whatever the sampler is. They do
@@ -147,7 +144,7 @@ class Loader(Generic[B]):
         retries: int = 1,
         on_error: OnError = "raise",
         on_sample_error: OnSampleError = "raise",
-        max_errors: float | None = None,
+        max_errors: int | None = None,
         chunks: bool = False,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
-from minloader._epochs.position import Position, Tally
+from minloader._epochs.position import Position
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.stage import Stage, Work
 from minloader._epochs.task import Task
@@ -104,8 +104,6 @@ class Epoch:
         is_one_of_several: whether the iterator goes through several epochs.
         claims: of the iterator.
         losses: what has failed in it.
-        tally_before: how many batches and samples had come before the position where it begins.
-        has_reported_excess: whether an error has said that too much failed.
         left_out: how many of its batches failed and were left out.
         is_over: whether the consumer was told that there are no more batches.
         is_abandoned: whether the iterator is gone.
@@ -116,8 +114,6 @@ class Epoch:
     is_one_of_several: bool
     claims: Claims
     losses: Losses
-    tally_before: Tally
-    has_reported_excess: bool = False
     left_out: int = 0
     is_over: bool = False
     is_abandoned: bool = False
@@ -167,31 +163,20 @@ class Epoch:
         """Return what of the epoch was handed over."""
         on_the_way = self.claims.all()
         lanes = []
-        tally = self.whole_tally()
         for lane in self.lanes:
-            ordinals = []
-            for claim in on_the_way:
-                task = claim.task
-                if claim.lane is not lane or task is None:  # of another epoch; an error
-                    continue
-                ordinals.append(claim.ordinal)
-                if lane.shared.options.counts_samples:
-                    tally = tally.plus(-1, -lane.samples_of(task, claim.ordinal))
+            ordinals = [
+                claim.ordinal
+                for claim in on_the_way
+                if claim.lane is lane and claim.task is not None  # not of another epoch, no error
+            ]
             lanes.append(lane.position(tuple(ordinals)))
         return Position(
             epoch=self.number,
             lanes=lanes,
             is_stream=self.is_stream,
             length=self.length,
-            tally=tally._replace(failed=self.losses.count),
+            failed=self.losses.count,
         )
-
-    def whole_tally(self) -> Tally:
-        """Return how many batches and samples have come, where a share of these may fail."""
-        tally = self.tally_before
-        for lane in self.lanes:
-            tally = tally.plus(lane.tally.batches, lane.tally.samples)
-        return tally
 
     def skip(self, n: int) -> None:
         """Leave out the next batches, up to the end, or to an error of the sampler."""

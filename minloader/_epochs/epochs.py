@@ -31,7 +31,6 @@ from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.own_length import current_size, position_of_size, source_of_size
 from minloader._epochs.position import (
-    NOTHING_CAME,
     LanePosition,
     Position,
     SourceState,
@@ -319,12 +318,8 @@ class Epochs:
             Lane(shared, feed, ahead=lane.ahead, arrivals=batches.arrivals)
             for feed, lane in zip(feeds, position.lanes, strict=True)
         ]
-        tally = position.tally
-        if shared.options.counts_samples and not tally.batches:
-            # The state does not say how many had come: the share is one of what is left.
-            tally = NOTHING_CAME
-        losses = Losses(tally.failed)
-        if tally.failed:
+        losses = Losses(position.failed)
+        if position.failed:
             # A state has those that were before it; here there may be others since.
             errors = position.errors or shared.counters.last_errors
             losses.recall(each for each in errors if each[0] == position.epoch)
@@ -334,7 +329,6 @@ class Epochs:
             is_one_of_several=batches.is_of_several,
             claims=batches.claims,
             losses=losses,
-            tally_before=tally,
         )
 
     # --- states

@@ -7,14 +7,12 @@ that is made, by ``_worker/batch_maker.py``.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, brief_repr
-from minloader._epochs.position import Tally
 from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback, WorkerDied
 from minloader._insight.counters import ERRORS_KEPT, Counters, plain
 from minloader._insight.stats import Failed
@@ -25,9 +23,6 @@ from minloader._worker.messages import Failure, Job
 logger = logging.getLogger("minloader")
 
 OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
-
-UNKNOWN_EPOCH = 1000
-"""Samples that an epoch of unknown length is taken to have, as long as fewer have come."""
 
 
 class BatchLabel(NamedTuple):
@@ -192,44 +187,24 @@ class Losses:
         return f"batch {batch}, {number}" if sample is None else f"sample {plain(sample)!r}"
 
 
-def most_allowed(max_errors: float, length: int | None, tally: Tally, *, is_taken: bool) -> float:
-    """Return how many may fail in an epoch.
-
-    Args:
-        max_errors: the number, or a share of the samples of the epoch.
-        length: number of batches of the epoch; None if it is not known.
-        tally: what has come of it.
-        is_taken: whether all of it was taken, so that no more will come.
-    """
-    if not isinstance(max_errors, float):
-        return max_errors
-    if is_taken:
-        return max_errors * tally.samples
-    if length is None:
-        return max(1.0, max_errors * max(tally.samples, UNKNOWN_EPOCH))
-    return max_errors * length * tally.samples / tally.batches
-
-
-def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: float, most: float) -> str:
+def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: int) -> str:
     """Return what to say if more has failed than may.
 
     Args:
         counters: they have the errors.
         losses: of the epoch.
         epoch: its number.
-        max_errors: as the user gave it.
-        most: how many that allows.
+        max_errors: how many may.
     """
     errors = [each for each in counters.last_errors if each[0] == epoch]
     first = [
         f"  batch {batch}, sample {brief_repr(sample)}: {error}"
         for _, batch, sample, error in errors
     ]
-    share = f" (at most {math.floor(most)} of them)" if isinstance(max_errors, float) else ""
     which = "these" if losses.count <= len(errors) else "those that are known"
     return (
         f"{losses.count} of the batches and samples of epoch {epoch} failed, more than "
-        f"max_errors={max_errors} allows{share}; the first of {which}:\n" + "\n".join(first[:5])
+        f"max_errors={max_errors} allows; the first of {which}:\n" + "\n".join(first[:5])
     )
 
 

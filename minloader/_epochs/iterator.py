@@ -43,7 +43,6 @@ from minloader._epochs.epoch import Claim, Claims, Epoch
 from minloader._epochs.feed import Feed
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
-from minloader._epochs.position import Tally
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.stage import Stage, Work
 from minloader._epochs.task import Arrivals, Task
@@ -325,7 +324,6 @@ class Batches(Iterator[B], Generic[B]):
             feed.error = None
             return
         taken, ahead = lane.taken_after(claim.ordinal)
-        tally = lane.tally_after(task, claim.ordinal)
         reply = task.reply
         assert reply is not None
         outcomes = reply.outcomes
@@ -340,7 +338,6 @@ class Batches(Iterator[B], Generic[B]):
         claims.staged = staged
         lane.ahead = ahead
         lane.taken = taken
-        lane.tally = tally
         outcomes[n] = None
         if is_last:
             task.memory = None
@@ -378,10 +375,8 @@ class Batches(Iterator[B], Generic[B]):
                 return claim
             if claim.outcome is SKIP:
                 taken, ahead = lane.taken_after(ordinal)
-                tally = lane.tally_after(task, ordinal)
                 lane.ahead = ahead
                 lane.taken = taken
-                lane.tally = tally
                 reply.outcomes[n] = None
                 shared.counters.errors.skipped += 1
                 epoch.left_out += has_failed
@@ -441,32 +436,15 @@ class Batches(Iterator[B], Generic[B]):
             text: the error.
             number: of the error among those of the batch.
         """
-        lane = claim.lane
-        task = claim.task
-        assert task is not None
         index = (failures.unpacked(sample) or (None,))[0]
-        ordinal = lane.ordinal_in_epoch(claim.ordinal)
+        ordinal = claim.lane.ordinal_in_epoch(claim.ordinal)
         self.shared.counters.fail(epoch.number, ordinal, index, text)
         epoch.losses.add(ordinal, index, number)
-        tally = epoch.whole_tally()
-        if self.shared.options.counts_samples:
-            tally = tally.plus(1, lane.samples_of(task, claim.ordinal))
-        excess = self._excess(epoch, tally, is_taken=False)
-        if not excess:
+        most = self.shared.options.max_errors
+        if most is None or epoch.losses.count <= most:
             return None
-        return BatchError(excess, ordinal=ordinal, epoch=epoch.number, sample=index)
-
-    def _excess(self, epoch: Epoch, tally: Tally, *, is_taken: bool) -> str:
-        """Return what to say if more of an epoch has failed than may; else ""."""
-        max_errors = self.shared.options.max_errors
-        if max_errors is None:
-            return ""
-        losses = epoch.losses
-        most = failures.most_allowed(max_errors, epoch.length, tally, is_taken=is_taken)
-        if losses.count <= most:
-            return ""
-        epoch.has_reported_excess = True
-        return failures.too_many(self.shared.counters, losses, epoch.number, max_errors, most)
+        text = failures.too_many(self.shared.counters, epoch.losses, epoch.number, most)
+        return BatchError(text, ordinal=ordinal, epoch=epoch.number, sample=index)
 
     # --- which is next
 
@@ -635,7 +613,6 @@ class Batches(Iterator[B], Generic[B]):
                     return epoch
                 if self.claims.staged and not epoch.has_given:
                     raise StopIteration  # an error of its end comes behind what is staged
-                self._check_losses(epoch)
                 self._check_not_empty(epoch)
                 if self._shard_watch is not None:
                     self._shard_watch.count_empty(epoch.lanes)
@@ -657,19 +634,6 @@ class Batches(Iterator[B], Generic[B]):
             self.epochs.popleft()
         for lane in epoch.lanes:
             lane.pool.forgive_failed_starts()
-
-    def _check_losses(self, epoch: Epoch) -> None:
-        """Raise an error if too large a share of an epoch that has ended failed.
-
-        Before its end that was not known, or the other samples were yet to come.
-        """
-        if epoch.has_reported_excess or not epoch.losses.count:
-            return
-        if not self.shared.options.counts_samples:
-            return
-        excess = self._excess(epoch, epoch.whole_tally(), is_taken=True)
-        if excess:
-            raise BatchError(excess, epoch=epoch.number)
 
     def _check_not_empty(self, epoch: Epoch) -> None:
         """Raise an error, once, if an epoch that has ended gave no batch, and should have."""

@@ -26,10 +26,10 @@ from concurrent.futures import BrokenExecutor
 from contextlib import nullcontext
 
 from minloader._checks import snapshot
-from minloader._epochs import failures, lost
+from minloader._epochs import lost
 from minloader._epochs.feed import Feed
 from minloader._epochs.options import Shared
-from minloader._epochs.position import NOTHING_CAME, LanePosition, Range, Tally
+from minloader._epochs.position import LanePosition, Range
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Arrivals, Shipment, Task
 from minloader._insight.workers import too_large
@@ -66,7 +66,6 @@ class Lane:
         taken: how many batches the iterator has taken, without a gap: each was handed over, or is
             on its way to the consumer.
         ahead: those after these that it has taken before their turn.
-        tally: how many batches and samples it has taken, if these are counted.
         tasks: what is not handed over, as far as it was drawn.
         pool: where the tasks are.
     """
@@ -83,7 +82,6 @@ class Lane:
         self.feed = feed
         self.taken = feed.next_ordinal
         self.ahead = ahead
-        self.tally = NOTHING_CAME
         self.tasks: deque[Task] = deque()
         self._arrivals = arrivals
         self._max_chunk = self._find_max_chunk()
@@ -311,19 +309,6 @@ class Lane:
     def ordinal_in_epoch(self, ordinal: int) -> int:
         """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal_in_epoch(ordinal, shard=self.feed.shard, total=self.feed.total)
-
-    def samples_of(self, task: Task, ordinal: int) -> int:
-        """Return how many samples a batch is made of, as far as that is known."""
-        if isinstance(self.feed, ShardFeed):
-            return self.shared.job.options.batch_size or 1
-        item = task.item(ordinal - task.first)
-        return len(failures.indices_of(item, self.shared.job))
-
-    def tally_after(self, task: Task, ordinal: int) -> Tally:
-        """Return what has come once another batch was taken."""
-        if not self.shared.options.counts_samples:
-            return self.tally
-        return self.tally.plus(1, self.samples_of(task, ordinal))
 
     def next_received(self) -> Task | None:
         """Return a task that has something to hand over, if one is here.

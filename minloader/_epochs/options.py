@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from minloader._epochs.failures import OnError
 from minloader._insight.counters import Counters
@@ -26,8 +25,7 @@ class Options:
         in_order: whether batches come in the sampler's order.
         retries: how often a batch is tried again whose worker died.
         on_error: what to do with a batch that failed.
-        max_errors: how many batches and samples of an epoch may fail; a float is a share of its
-            samples; None for any.
+        max_errors: how many batches and samples of an epoch may fail; None for any.
         concurrency: most samples that a worker reads at the same time, by ``concurrent``: a task
             has as many, in as many batches as that takes. 0 without.
         chunks: whether a task may have several batches, whatever the sampler is.
@@ -36,14 +34,9 @@ class Options:
     in_order: bool
     retries: int
     on_error: OnError
-    max_errors: float | None
+    max_errors: int | None
     concurrency: int
     chunks: bool
-
-    @cached_property  # it is asked for with each batch
-    def counts_samples(self) -> bool:
-        """Whether it is counted how many samples have come: ``max_errors`` is a share of them."""
-        return isinstance(self.max_errors, float)
 
 
 @dataclass(eq=False, repr=False)

@@ -121,27 +121,6 @@ def _without(ranges: Iterable[Range], ordinal: int) -> Iterable[Range]:
             yield start, stop
 
 
-class Tally(NamedTuple):
-    """How much of an epoch has come, and has failed: what ``max_errors`` is compared with.
-
-    Attributes:
-        batches: that have come, where a share of their samples may fail; else 0.
-        samples: in these.
-        failed: how many samples have failed, and batches of which no sample is known.
-    """
-
-    batches: int = 0
-    samples: int = 0
-    failed: int = 0
-
-    def plus(self, batches: int, samples: int) -> Tally:
-        """Return the tally after more have come; before that, with numbers below 0."""
-        return self._replace(batches=self.batches + batches, samples=self.samples + samples)
-
-
-NOTHING_CAME = Tally()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """What of an epoch was handed over.
@@ -151,7 +130,7 @@ class Position:
         lanes: one of a sampler, or one for each shard of a stream.
         is_stream: which of these.
         length: number of batches of the epoch; None if it is not known.
-        tally: how much of it has failed.
+        failed: how many of its samples have failed, and batches of which no sample is known.
         errors: the last ones, of all epochs so far; of a position that is in a state.
     """
 
@@ -159,7 +138,7 @@ class Position:
     lanes: list[LanePosition] = field(default_factory=lambda: [LanePosition()])
     is_stream: bool = False
     length: int | None = None
-    tally: Tally = NOTHING_CAME
+    failed: int = 0
     errors: tuple[Failed, ...] = ()
 
     @property
@@ -178,7 +157,7 @@ class Position:
         if any(lane.source_state.at or lane.is_ended or lane.check for lane in self.lanes):
             return None
         lanes = [replace(lane, given=0, ahead=()) for lane in self.lanes]
-        return replace(self, epoch=epoch, lanes=lanes, length=None, tally=NOTHING_CAME)
+        return replace(self, epoch=epoch, lanes=lanes, length=None, failed=0)
 
     def skipped(self, n: int) -> Position:
         """Return the position after ``n`` more batches were left out."""
@@ -231,7 +210,7 @@ def _errors_state(position: Position) -> State:
         [epoch, batch, plain(sample), text[:TEXT_KEPT]]
         for epoch, batch, sample, text in position.errors[-ERRORS_KEPT:]
     ]
-    return position.tally._asdict() | {"last": last}
+    return {"failed": position.failed, "last": last}
 
 
 def _shard_state(lane: LanePosition) -> State:
@@ -301,11 +280,7 @@ def from_state(
         seed = check_int("seed", state["seed"], 0)
         epoch = check_int("epoch", state["epoch"], 0)
         (errors_state,) = state["errors"]
-        tally = Tally(
-            batches=check_int("batches", errors_state["batches"], 0),
-            samples=check_int("samples", errors_state["samples"], 0),
-            failed=check_int("failed", errors_state["failed"], 0),
-        )
+        failed = check_int("failed", errors_state["failed"], 0)
         errors = tuple([_read_error(each) for each in errors_state["last"]])
         length = None
         former_batch_size = None
@@ -324,7 +299,7 @@ def from_state(
             lanes=lanes,
             is_stream=is_stream,
             length=length,
-            tally=tally,
+            failed=failed,
             errors=errors,
         )
     except (LookupError, TypeError, ValueError) as error:

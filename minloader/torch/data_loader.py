@@ -223,8 +223,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         on_error: what an error that makes a batch fail does; see :class:`minloader.Loader`.
         on_sample_error: what an error of one sample does, also if it hangs or kills its worker; see
             :class:`minloader.Loader`.
-        max_errors: how many samples of an epoch may fail, or which share of them; see
-            :class:`minloader.Loader`.
+        max_errors: how many samples of an epoch may fail; see :class:`minloader.Loader`.
         retries: how often a batch is tried again whose worker process died while making it.
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there.
@@ -264,7 +263,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         transform: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         on_sample_error: OnSampleError = "raise",
-        max_errors: float | None = None,
+        max_errors: int | None = None,
         retries: int = 1,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
@@ -300,7 +299,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.transform: Callable[[Any], Any] | None = transform
         self.on_error: OnError = on_error
         self.on_sample_error: OnSampleError = on_sample_error
-        self.max_errors: float | None = checks.check_max_errors(max_errors)
+        self.max_errors: int | None = checks.check_max_errors(max_errors)
         self.retries: int = check_int("retries", retries, 0)
         self.shared_memory: bool | int = shared_memory
         self.worker_memory_limit: int | None = worker_memory_limit
