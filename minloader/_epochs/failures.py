@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from minloader._insight.counters import ERRORS_KEPT, Counters, plain
 from minloader._insight.stats import Failed
 from minloader._memory import pickling
 from minloader._pools.base import Death
-from minloader._worker.messages import Failure, Job
+from minloader._worker.messages import Failure
 
 logger = logging.getLogger("minloader")
 
@@ -121,26 +121,6 @@ def handle(
         return on_error(report), None
     except StopIteration as stop:  # it would end the loop as if the epoch were over
         raise RuntimeError("on_error raised StopIteration") from stop
-
-
-def indices_of(item: Any, job: Job) -> list[Any]:
-    """Return the indices of the samples of an item; [] if these are not known.
-
-    Args:
-        item: that the sampler yielded.
-        job: that batches are made of.
-    """
-    if job.collate_fn is None:  # the item is the sample
-        return [item]
-    if isinstance(item, str | bytes | Mapping):
-        return []
-    try:
-        indices = list(item)
-    except Exception:  # no iterable, or one of the user's that raises: the error is its batch's
-        return []
-    if job.is_nested(item):
-        return [index for each in item for index in each]
-    return indices
 
 
 # --- how much may fail

@@ -7,6 +7,7 @@ with it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from concurrent.futures import BrokenExecutor, CancelledError
@@ -102,7 +103,13 @@ def _sample_of(lane: LossyLane, task: Task, n: int, number: int) -> tuple[Any, .
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
     if number < 0 or isinstance(lane.feed, ShardFeed):
         return ()
-    return tuple(failures.indices_of(task.item(n), lane.shared.job)[number : number + 1])
+    job = lane.shared.job
+    item = task.item(n)
+    if job.collate_fn is None:  # the item is the sample
+        return (item,)
+    if job.is_nested(item):
+        item = itertools.chain.from_iterable(item)
+    return tuple(item)[number : number + 1]  # the worker could list it, to be at that one
 
 
 def _suspect_samples(
