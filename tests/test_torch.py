@@ -183,13 +183,6 @@ def test_batches_are_torchs(kind, num_workers):
         assert_same(list(loader), theirs)
 
 
-def test_an_index_that_is_a_list_counts_as_one_sample():
-    data = Bad(6, fails=[4, 5])
-    loader = DataLoader(data, batch_sampler=LISTS, on_sample_error="skip", max_errors=0.2)
-    with pytest.raises(BatchError, match="1 of the batches and samples of epoch 0 failed"):
-        list(loader)
-
-
 def test_indices_that_are_lists_are_read_at_the_same_time():
     theirs = list(TorchLoader(zoo.Slices(6), batch_sampler=LISTS))
     data = concurrent(zoo.Slices(6), 2)
