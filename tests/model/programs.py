@@ -495,7 +495,6 @@ class Program:
         self.runs: list[tuple[Iterator[Any], Run, str]] = []
         self.former: Iterator[Any] | None = None  # from before a state was loaded
         self.disturbed = False  # whether a stream may have to be read again
-        self.has_skipped = False
         self.went_on = False  # from a state
         self.reached = False  # whether the last call with Ctrl-C had so many places
         how = f"{self.dataset}, {'collated, ' * self.collated}{self.options}"
@@ -564,7 +563,8 @@ class Program:
         return tuple(made) if self.collated else made[0], "given"
 
     def make(self, way: str) -> Loader:
-        options = {"retries": 1_000, "max_errors": 0.999} | ON_ERROR[self.fate]
+        most = 2 * len(self.bad) + (self.what.bad is not None)  # both parts of a mixture have it
+        options = {"retries": 1_000, "max_errors": most} | ON_ERROR[self.fate]
         options |= self.options | WAYS[way]
         if callable(options.get("executor")):
             options["executor"] = options["executor"]()
@@ -666,9 +666,6 @@ class Program:
     def given(self, run: Run, how: str, outcome: Any) -> None:
         epoch = None
         if isinstance(outcome, RAISED):
-            # A share of what was not skipped: all of that may have failed.
-            if self.has_skipped and "max_errors=0.999 allows" in str(outcome):
-                return
             bad = re.search(r"(\d+) is bad\b", str(outcome))
             if bad is None:
                 raise outcome
@@ -897,7 +894,6 @@ class Program:
         with self.step(f"skip {n}, Ctrl-C at {place}"):
             live = any(run.place is self.model.latest for _, run, _ in self.runs)
             self.went_on |= not live
-            self.has_skipped = True
             if place is None:
                 self.loader.skip(n)
                 self.model.skip(n, live=live)
