@@ -131,6 +131,15 @@ def test_samples_that_kill_their_worker(handler, expected, where, in_order, capl
         assert "left out sample 4: " in caplog.text
 
 
+@pytest.mark.parametrize("item", [np.array([3, 4]), [[3], [1, 4]]], ids=["array", "nested"])
+def test_the_sample_that_kills_is_named(item):
+    options: dict[str, Any] = {"collate_fn": list, "num_workers": 1, "retries": 0}
+    with Loader(Troubled({4: leave}), [item], **options) as loader:
+        with pytest.raises(WorkerDied) as caught:
+            list(loader)
+        assert caught.value.sample == 4
+
+
 @variants(("method", "retries"), [("fork", 0), ("fork", 1), ("spawn", 0), ("spawn", 1)])
 def test_samples_that_hang(method, retries, tmp_path):
     hang = partial(trouble.wait_until, tmp_path / "go")
