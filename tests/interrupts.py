@@ -30,7 +30,7 @@ TESTS = str(Path(__file__).parent)
 MOST = 20_000
 """Batches that are taken at most while an interrupt is waited for."""
 
-FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback"
+FINALIZERS = "__del__", "weakref_cb", "_remove", "gc_callback", "beginning.<locals>.<lambda>"
 """Ends of their names. What they raise CPython prints and drops, a KeyboardInterrupt too."""
 
 CALLED_BY_WEAKREFS = "/weakref.py", "/multiprocessing/util.py"
@@ -235,7 +235,7 @@ def drops_errors(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         path = code.co_filename
-        if code.co_name.endswith(FINALIZERS) or path.endswith(CALLED_BY_WEAKREFS):
+        if code.co_qualname.endswith(FINALIZERS) or path.endswith(CALLED_BY_WEAKREFS):
             return True
         if "importlib" in path:
             return True
