@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -158,6 +160,52 @@ def test_a_loader_that_nobody_asks_imports_nothing_that_diagnoses():
         "print([name for name in sys.modules if name.startswith('minloader._diagnosis')])"
     )
     assert printed_by(code) == "[]\n"
+
+
+CORE_TOKENS = 90_000
+"""Most tokens of the modules that a loader loads: what a reader must hold in the head. Lower it
+with each change that makes the core smaller."""
+
+LOADED = """
+import sys
+from minloader import Loader
+
+
+def loaded(item):
+    return sorted(name for name in sys.modules if name.partition(".")[0] == "minloader")
+
+
+print(*loaded(None))
+with Loader(loaded, range(3), num_workers=1) as loader:
+    print(*list(loader)[-1])
+"""
+
+
+def tokens_of(path: Path) -> int:
+    """Names, operators, numbers and strings of a module, without its docstrings."""
+    source = path.read_text()
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    kinds = tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING
+    texts = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    docstrings = sum(
+        isinstance(text, ast.Constant) and isinstance(text.value, str) for text in texts
+    )
+    return sum(token.type in kinds for token in found) - docstrings
+
+
+def test_the_core_only_shrinks():
+    """What ``from minloader import Loader`` loads; and a plain worker loads far less."""
+    core, in_worker = (line.split() for line in printed_by(LOADED).splitlines())
+    paths = modules() | {"minloader": PACKAGE / "__init__.py"}
+    paths |= {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    sizes = {name: tokens_of(paths[name]) for name in core if name in paths}
+    assert CORE_TOKENS - 1_000 < sum(sizes.values()) <= CORE_TOKENS, sizes
+    hanging_on = ("_diagnosis", "_prefetch", "torch", "jax", "testing", "doctor")
+    assert [name for name in core if name.split(".")[1:2] in [[each] for each in hanging_on]] == []
+    not_in_workers = ("_loader", "_epochs", "_insight", "_pools", *hanging_on)
+    assert [
+        name for name in in_worker if name.split(".")[1:2] in [[x] for x in not_in_workers]
+    ] == []
 
 
 TYPED = """

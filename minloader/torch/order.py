@@ -112,7 +112,7 @@ def said_by(part: Any) -> dict[str, Any] | None:
     number = number_of(part)
     state = None
     try:
-        state = state_of(part)
+        state = copy.deepcopy(state_of(part))
     except Exception as error:  # many have none before their first item
         logger.debug("%s does not say where it is: %r", brief_repr(part), error)
     if number is None and has_epochs(part) and isinstance(state, Mapping):
@@ -150,9 +150,8 @@ class Order:
         self._last: Items | None = None
         self._has_given = False
         self._is_left = False  # whether the last epoch leaves nothing for the next
-        self._is_put_back = False  # whether a state was loaded, and no epoch has begun since
         self._goes_on_from: Any = None  # place within its epoch; None: the next pass begins one
-        # The generators as they were when a state was loaded; None: none was.
+        # The generators as they were when a state was loaded; None once an epoch has begun since.
         self._before_load: tuple[list[torch.Tensor], States] | None = None
 
     # --- how an epoch starts
@@ -230,10 +229,14 @@ class Order:
         if state is not None and self._has_state:
             if not isinstance(state, Mapping) or not state.keys() >= {"state", *BETWEEN}:
                 raise ValueError(f"the state is damaged: {brief_repr(state)} is none of a sampler")
-            self._put_stateful(start, state)
+            has_said = any(
+                each is self._stateful and said["state"] is not None
+                for each, said in self._parts(start)
+            )
+            if state["given"] or not has_said:  # else it was put to what it said later
+                self._stateful.load_state_dict(copy.deepcopy(state["state"]))
         self.starts = {}
         self._is_left = False
-        self._is_put_back = True
         self._before_load = (
             [each.get_state() for each in self.generators],
             generators.states_of(start.shared),
@@ -249,29 +252,20 @@ class Order:
             if said["state"] is not None and is_stateful(each):
                 each.load_state_dict(copy.deepcopy(said["state"]))
 
-    def _put_stateful(self, start: Start, state: Mapping[str, Any]) -> None:
-        """Put the sampler with a state to one of the loader's, unless it has said one later."""
-        has_said = any(
-            each is self._stateful and said["state"] is not None
-            for each, said in self._parts(start)
-        )
-        if state["given"] or not has_said:
-            self._stateful.load_state_dict(copy.deepcopy(state["state"]))
-
     # --- a sampler for the loader
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch in the loader; put samplers back if it has begun."""
         self._number = epoch
         start = self.starts.get(epoch)
-        if start is not None and start.begun and not self._is_put_back:
+        if start is not None and start.begun and self._before_load is None:
             self._put_states(start)
 
     @property
     def is_put_back(self) -> bool:
         """Whether the next epoch begins from what the samplers have said."""
         start = self.starts.get(self._number)
-        return self._is_put_back or (start is not None and start.begun)
+        return self._before_load is not None or (start is not None and start.begun)
 
     def __len__(self) -> int:
         if isinstance(self.sampler, Sampler):
@@ -285,7 +279,7 @@ class Order:
     def __iter__(self) -> Iterator[Any]:
         self._last = last = self._begin()
         self._is_left = False
-        self._is_put_back = False
+        self._before_load = None
         return last
 
     def _begin(self) -> Items:
