@@ -82,7 +82,8 @@ class ShardReader:
         last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
         is_other: whether it gave something else when it was read again.
         last_state: that it had when it was last asked; None if it was not.
-        told_state: that it had when the epoch began, where the user tells it and Ctrl-C may come.
+        told_state: its state and its number when the epoch began, where the user tells it that and
+            Ctrl-C may come.
     """
 
     maker: BatchMaker
@@ -99,7 +100,7 @@ class ShardReader:
     last_fingerprint: int | None = None
     is_other: bool = False
     last_state: bytes | None = None
-    told_state: Any = None
+    told_state: tuple[Any, int | None] | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
     # Those of the batch drawn last, where an interrupt may come.
     _last_samples: list[Any] | None = None
@@ -173,11 +174,16 @@ class ShardReader:
 
     def _begin_as_told(self) -> None:
         """Begin the epoch as the stream is, or behind one that was left, as that began."""
-        dataset = self.info.dataset
+        stream = self.info.dataset
         if self.told_state is not None:
-            dataset.put_back_and_tell(self.told_state)
+            state, number = self.told_state
+            if state is not None:
+                put_back(stream, state)
+            if number is not None and number_of(stream.dataset) != number:
+                stream.dataset.set_epoch(number)
         elif self.environment.is_inline:
-            self.told_state = copy.deepcopy(known_state(dataset))
+            state = copy.deepcopy(known_state(stream))
+            self.told_state = state, number_of(stream.dataset)
 
     def begin_at(self, states: dict[str, Any]) -> None:
         """Begin to read where a state was put back; at the beginning that is done by the draw."""
@@ -404,10 +410,11 @@ class ShardReaders:
         former = self._readers.get(shard.id)
         told_state = None
         if former is not None and not former.ended:
-            is_read_on = former.shard.pass_number == shard.pass_number
-            # Where an epoch was left, one whose number is nowhere to be seen stays as it was told.
-            if is_read_on or number_of(_unwrapped(former.info.dataset)) is not None:
-                told_state = former.told_state
+            told_state = former.told_state
+            if told_state is not None and former.shard.pass_number != shard.pass_number:
+                # It was left. One whose number is nowhere to be seen stays as it was told since.
+                number = number_of(_unwrapped(former.info.dataset))
+                told_state = None if number is None else (told_state[0], number)
         if former is not None and former.shard.pass_number == shard.pass_number:
             if former.go_on_with(shard):
                 return former

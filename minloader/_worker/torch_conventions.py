@@ -165,13 +165,6 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
 
-    def put_back_and_tell(self, state: Any) -> None:
-        """Put it back to a state from the beginning of an epoch, for the one that it was told."""
-        number = number_of(self.dataset)
-        put_back(self.dataset, state)
-        if number is not None and number_of(self.dataset) != number:
-            self.dataset.set_epoch(number)
-
     def __deepcopy__(self, memo: Any) -> Stream:
         # The user tells the object itself.
         read_once = self.read_once or self.is_told

@@ -412,8 +412,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 given = getattr(self, name)
                 if self._number and is_read_once(given) and not has_epochs(given):
                     raise used_up(name, given)
-            if self._loader is not None and self._loader.would_abandon:
-                order.leave()
         order.check(start)
         loader = self._ready()
         if isinstance(self.dataset, IterableDataset):
@@ -465,6 +463,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         order = self._sync_order()
         start = order.starts.get(number)
         is_next = number == self._number
+        if is_next and self._loader is not None and self._loader.would_abandon:
+            order.leave()
         if start is None or (is_next and not start.begun and order.is_reseeded(start)):
             stays = self.persistent_workers and self._number > 0  # torch's iterator, and its seed
             twice = self.num_workers > 0 and not stays
@@ -664,10 +664,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             loader = self._ready() if former is None else former
             loader.refuse(known["loader"])
             order = self._sync_order()
+            if not self.num_workers:
+                self._put_stream_back(known["loader"])  # and then it is told its number
             (sampler,) = known["loader"].get("sampler") or (None,)
             order.put_back(start, sampler and sampler["state"])
-            if not self.num_workers:
-                self._put_stream_back(known["loader"])
             loader.load_state_dict(known["loader"])
         except BaseException:  # refused: the epoch under way goes on
             if former is None and self._loader is not None:

@@ -13,6 +13,7 @@ put back to what it said when the epoch began; whatever the user tells it after 
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import marshal
 import zlib
@@ -148,6 +149,7 @@ class Order:
         self._owner = owner
         self._number = 0
         self._last: Items | None = None
+        self._last_number = -1
         self._has_given = False
         self._is_left = False  # whether the last epoch leaves nothing for the next
         self._goes_on_from: Any = None  # place within its epoch; None: the next pass begins one
@@ -200,7 +202,10 @@ class Order:
         """Return what each sampler, or the stream, says of where it is."""
         if self._stream is not None:  # its states are those of its shards
             return [{"epoch": number_of(self._stream), "state": None}]
-        return [said_by(each) for each in with_inner(self.sampler)]
+        said = [said_by(each) for each in with_inner(self.sampler)]
+        if self._is_left:  # their states would lead to where they were left
+            return [each and each | {"state": None} for each in said]
+        return said
 
     def check(self, start: Start) -> None:
         """Refuse a start of a loader with other generators.
@@ -278,6 +283,7 @@ class Order:
 
     def __iter__(self) -> Iterator[Any]:
         self._last = last = self._begin()
+        self._last_number = self._number
         self._is_left = False
         self._before_load = None
         return last
@@ -322,6 +328,9 @@ class Order:
         found = Items(items, {} if may_be_read_ahead(self.sampler) else start.shared)
         if place is not None:
             found.go_on(place)
+            former = self._last if self._last_number == self._number else None
+            if former is not None and self._before_load is None:
+                found.go_on_behind(former)
         elif self._has_state:
             found.keep_own()
         else:  # the state of one that has any must be that of what was given
@@ -489,15 +498,17 @@ class Items(Iterator[Any]):
             return
         script = generators.states_of(self.own)
         moved: States = {}
+        last = self._last_delivered
         for ordinal in range(max(self._delivered, self._given - len(self._marks)), delivered):
             _, states = self._marks[ordinal - self._given]
             for name, state in states.items():
-                last = self._last_delivered.get(name)
-                if last is not None and generators.are_same(moved.get(name, script[name]), last):
+                if name in last and generators.are_same(moved.get(name, script[name]), last[name]):
                     moved[name] = state
-            self._last_delivered = states
-        self._delivered = delivered
+            last = states
         generators.put(moved)
+        # Only now: after Ctrl-C it is done again.
+        self._last_delivered = last
+        self._delivered = delivered
 
     def digest_at(self, ordinal: int) -> str | None:
         """Return what all items up to one are recognized by; None if that is not known any more."""
@@ -519,6 +530,13 @@ class Items(Iterator[Any]):
         self._digest = check_int("digest", place["digest"], 0)
         self._before = {}
         self.own = self._last_delivered = generators.decode_all(place["generators"])
+
+    def go_on_behind(self, former: Items) -> None:
+        """Know what another has given of the same epoch, of which some may not be delivered."""
+        known = len(former._marks) - former._given + self._given
+        self._marks.extend(itertools.islice(former._marks, max(0, known)))
+        self._delivered = former._delivered
+        self._last_delivered = former._last_delivered
 
 
 def _digest_of(item: Any, before: int) -> int:

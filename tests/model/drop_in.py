@@ -233,7 +233,8 @@ class Place:
         chain: epochs that came to their end before, without another that was left.
         rest: what is to come, by place in the epoch; None: the epoch has not begun.
         fixed: what the order follows from, when the epoch has begun, or a state has fixed that.
-        behind: the global generators behind each item, as torch's loader without workers has them.
+        behind: the global generators as it began, and behind each item, as torch's loader without
+            workers has them.
         skipped: how many of its first batches are left out, if it has not begun.
     """
 
@@ -337,7 +338,7 @@ class DropIn:
                 torch.empty((), dtype=torch.int64).random_(generator=given.get("generator"))
             if fixed.twice and "with state" not in self.kind:
                 begun = iter(theirs.batch_sampler)
-            found, place.behind = [], []
+            found, place.behind = [], [global_generators()]
             for item in begun:
                 found.append(list(item))
                 place.behind.append(global_generators())
@@ -418,6 +419,8 @@ class DropIn:
             if interrupt is not None:
                 outcome = interrupted(lambda: next(self.batches, END), interrupt, within)
                 reached = outcome.reached
+                # The generators may be behind until the batch after the next is asked for.
+                is_begun &= not (outcome.interrupted and self.draws_as_it_goes)
                 batch = next(self.batches, END) if outcome.interrupted else outcome.value
                 interrupt = None
             else:
@@ -434,11 +437,13 @@ class DropIn:
 
     def check_generators(self, before: Generators, ordinal: int) -> None:
         """They are drawn from by the sampler alone, and only if nobody else has drawn since."""
-        behind = self.place.behind[ordinal - 1 : ordinal + 1]
         expected = before
-        if self.draws_as_it_goes and len(behind) == 2:
-            parts = zip(moved(behind[0], before), before, behind[1], strict=True)
-            torchs, randoms, numpys = (old if is_moved else new for is_moved, old, new in parts)
+        if self.draws_as_it_goes:  # batches that were left out count, too
+            behind = self.place.behind
+            elsewhere = [moved(each, before) for each in behind[: ordinal + 1]]
+            is_there = [not all(each) for each in zip(*elsewhere, strict=True)]
+            parts = zip(is_there, before, behind[ordinal + 1], strict=True)
+            torchs, randoms, numpys = (new if is_in else old for is_in, old, new in parts)
             expected = torchs, randoms, numpys
         assert not any(moved(expected, global_generators())), "a generator is elsewhere"
 
