@@ -120,6 +120,7 @@ def make(kind: str, **changed: Any) -> Any:
                 (kind, {"lengths": np.array(5)}, TypeError, "lengths must be an iterable of num"),
                 (kind, {"lengths": {1: 120}}, TypeError, "lengths is a mapping"),
                 (kind, {"sampler": 3}, TypeError, "sampler must be iterable or None, got 3"),
+                (kind, {"sampler": len}, TypeError, "sampler must be iterable or None, got <built"),
                 (kind, {"lengths": iter([1]), "sampler": [0]}, TypeError, "must have __getitem__"),
                 (kind, {"sampler": Indexed()}, TypeError, "sampler must have __iter__, or be a"),
             )
@@ -129,6 +130,7 @@ def make(kind: str, **changed: Any) -> Any:
         ("mixture", {"parts": []}, ValueError, "parts must be at least one, got none"),
         ("mixture", {"parts": [3, -1]}, ValueError, r"parts\[1\] must be at least 0, got -1"),
         ("mixture", {"parts": [3, 2.5]}, TypeError, r"parts\[1\] must be an int, got 2\.5"),
+        ("mixture", {"parts": [3, len]}, TypeError, r"parts\[1\] must be an int, got <built-in"),
         ("mixture", {"parts": [3, None]}, TypeError, r"parts\[1\] must be an int, got None"),
         ("mixture", {"parts": [[1, 2], 3]}, TypeError, r"parts\[0\] is a list, which may be .* Ba"),
         ("mixture", {"parts": [3, np.arange(3)]}, TypeError, r"parts\[1\] is a ndarray, which may"),
@@ -150,6 +152,22 @@ def make(kind: str, **changed: Any) -> Any:
 def test_impossible_arguments(kind, changed, error, message):
     with pytest.raises(error, match=message):
         make(kind, **changed)
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "message"),
+    [
+        (-1, ValueError, "n_or_sampler must be at least 0, got -1"),
+        ([5], TypeError, r"n_or_sampler must be an int, got \[5\]"),
+    ],
+)
+def test_impossible_numbers_are_told_when_they_are_asked(number, error, message):
+    sampler = BatchSampler(lambda: number, 3)
+    for ask in len, iter:
+        with pytest.raises(error, match=message):
+            ask(sampler)
+    with Loader(repr, sampler, num_workers=0) as loader, pytest.raises(error, match=message):
+        list(loader.epochs(1))
 
 
 @every_kind

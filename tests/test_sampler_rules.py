@@ -11,6 +11,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -110,6 +111,8 @@ KINDS: dict[str, Callable[..., Any]] = {
     "batch discard": lambda **w: BatchSampler(N, 4, True, "discard", **w),
     "batch rollover": lambda **w: BatchSampler(N, 4, True, "rollover", **w),
     "batch singles": lambda **w: BatchSampler(N, None, shuffle=True, **w),
+    "batch asked": lambda **w: BatchSampler(partial(int, N), 3, shuffle=True, **w),
+    "batch asked rollover": lambda **w: BatchSampler(partial(int, N), 4, True, "rollover", **w),
     "batch list": lambda **w: BatchSampler(list(range(N)), 3, shuffle=True, **w),
     "batch lazy": lambda **w: BatchSampler(Lazily(range(N)), 3, **w),
     "batch told": lambda **w: BatchSampler(Told(), 3, **w),
@@ -999,6 +1002,70 @@ def test_the_end_of_an_epoch_that_comes_once_more_can_be_skipped_to():
         loader.set_epoch(0)
         loader.skip(17)
         assert list(loader) == []
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "in order": {"batch_size": 3},
+    "shuffled": {"batch_size": 3, "shuffle": True},
+    "singles": {"batch_size": None, "shuffle": True},
+    "discard": {"batch_size": 2, "last_batch": "discard"},
+    "ranked": {"batch_size": 2, "shuffle": True, "rank": 1, "world_size": 2},
+}
+ASKED_BY: dict[str, Callable[[Any], Any]] = {
+    "inline": partial(Loader, repr, num_workers=0),
+    "threads": partial(Loader, repr, num_workers=2, executor="thread"),
+}
+
+
+def epoch_of(kind: str, number: int, n: int) -> list[str]:
+    return list(map(repr, begun(BatchSampler(n, **ASKED[kind]), number)))
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize("way", ASKED_BY)
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_number_that_is_asked_is_kept_for_an_epoch(kind, way, taken):
+    """Also by its states, of which no task of several batches has one of its own."""
+    numbers = [23, 41]
+    data = list(range(numbers[0]))
+    epochs = [epoch_of(kind, number, n) for number, n in enumerate(numbers)]
+
+    def make() -> Any:
+        return ASKED_BY[way](BatchSampler(lambda: len(data), **ASKED[kind]))
+
+    with make() as lived:
+        assert len(lived) == len(epochs[0])
+        iterator = iter(lived)
+        given = list(islice(iterator, taken))
+        state = json.dumps(lived.state_dict())
+        data += range(numbers[0], numbers[1])
+        assert len(lived) == len(epochs[0])
+        other = iter(lived)  # which begins now, beside the first
+        assert next(other) == epochs[1][0]
+        later = json.dumps(lived.state_dict())
+        assert [*given, *iterator] == epochs[0]
+        assert list(other) == epochs[1][1:]
+        between = json.dumps(lived.state_dict())
+        for number, length in enumerate([numbers[1], 50, 20], 2):
+            data[:] = range(length)
+            expected = epoch_of(kind, number, length)
+            assert len(lived) == len(expected)
+            assert list(lived) == expected
+    data[:] = range(numbers[1])
+    for text, rest in (state, epochs[0][taken:]), (later, epochs[1][1:]):
+        with make() as fresh:
+            fresh.load_state_dict(json.loads(text))
+            if taken or text is later:
+                assert list(fresh) == rest
+                continue
+            # Inline, nobody had begun the sampler's epoch yet.
+            assert list(fresh) == (rest if way == "threads" else epoch_of(kind, 0, numbers[1]))
+    data[:] = range(40)
+    with make() as fresh:
+        with pytest.raises(ValueError, match="n, the number of samples, is 40, but the state is"):
+            fresh.load_state_dict(json.loads(later))
+        fresh.load_state_dict(json.loads(between))
+        assert list(fresh) == epoch_of(kind, 2, 40)
 
 
 # --- nested at random -------------------------------------------------------------------------

@@ -347,9 +347,7 @@ class Feed:
         """
         now = time.perf_counter()
         # A state at 0 must be from before the epoch, and another's sampler has begun that by now.
-        is_at_beginning = not self.next_ordinal and (
-            self.source_state.state is not None or not self.source.is_ours
-        )
+        is_at_beginning = not self.next_ordinal and not self.source.is_ours
         if is_at_beginning or now < self._state_due or self.next_ordinal == self.length:
             return None
         try:

@@ -169,7 +169,8 @@ class Sampler(Resettable):
         if start["between"]:
             start = start | NONE_GIVEN
         self._begins_at = (self.epoch, start)
-        self._run = self._begin(self, self.epoch, start)
+        source = self._source.begun(start["source"])
+        self._run = self._begin(self, self.epoch, start | {"source": source})
         return self._run
 
     def __len__(self) -> int:
@@ -284,7 +285,7 @@ class Sampler(Resettable):
 
     def _read(self, epoch: int, position: Any) -> Any:
         """Return what reads items from a position in the source on."""
-        return Reading(self._source, epoch, position)
+        return Reading(self._source.of_epoch(position), epoch, position)
 
     def _check_source(self, epoch: int, position: Any) -> None:
         """Refuse a position in the source, from a state of an epoch."""

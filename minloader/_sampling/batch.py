@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_choice, check_int
+from minloader._checks import brief_repr, check_choice, check_int, is_iterable
 from minloader._sampling.base import Run, RunState, Sampler
-from minloader._sampling.source import ItemSource, as_count, from_json, to_json
+from minloader._sampling.source import Indices, ItemSource, as_count, from_json, to_json
 
 
 class StepRun(Run):
@@ -95,7 +95,7 @@ class StepSampler(Sampler):
         Raises:
             TypeError: that is not known.
         """
-        return max(0, len(self._source) - int(position[0]))
+        return max(0, len(self._source.of_epoch(position)) - int(position[0]))
 
 
 class BatchSampler(StepSampler):
@@ -112,8 +112,9 @@ class BatchSampler(StepSampler):
     ``len()``, is the same for all ranks.
 
     Args:
-        n_or_sampler: number of samples, or an iterable of indices. With ranks, the iterable must
-            give the same indices in each of them: each reads all indices and takes its own.
+        n_or_sampler: number of samples; or a function that returns it, which is asked when an epoch
+            begins; or an iterable of indices. With ranks, these must give the same in each of them:
+            each reads all indices and takes its own.
         batch_size: number of indices in a batch. None: single indices in place of lists.
         shuffle: whether each epoch has another order, of a number of samples or of a sequence.
         last_batch: what to do with an incomplete last batch, or step: "keep" it, "discard" it, or
@@ -132,7 +133,7 @@ class BatchSampler(StepSampler):
 
     def __init__(
         self,
-        n_or_sampler: int | Iterable[Any],
+        n_or_sampler: int | Callable[[], int] | Iterable[Any],
         batch_size: int | None,
         shuffle: bool = False,
         last_batch: Literal["keep", "discard", "rollover"] = "keep",
@@ -147,14 +148,17 @@ class BatchSampler(StepSampler):
                 f"string {brief_repr(n_or_sampler)}"
             )
         n_or_sampler = as_count("n_or_sampler", n_or_sampler)
+        self.sampler = n_or_sampler if isinstance(n_or_sampler, Iterable) else None
+        if callable(n_or_sampler) and not is_iterable(n_or_sampler):
+            n_or_sampler = Indices(n_or_sampler)
         order = self._derive if self.shuffle else None
         self._source = ItemSource("n_or_sampler", n_or_sampler, order)
-        self.sampler = n_or_sampler if isinstance(n_or_sampler, Iterable) else None
-        self.n = None if self._source.values is None else len(self._source)
+        values = self._source.values
+        self.n = None if isinstance(values, Indices | None) else len(self._source)
         self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
         if batch_size is None and last_batch != "keep":
             raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
-        if self.shuffle and self.n is None:
+        if self.shuffle and values is None:
             raise TypeError(
                 "shuffle=True needs a number of samples or a sequence, got "
                 f"{brief_repr(n_or_sampler)}; shuffle in that sampler, or give list(sampler)"

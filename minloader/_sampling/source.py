@@ -41,8 +41,9 @@ millisecond. With fewer, numpy's overhead counts; more of them do not fit into t
 
 ReadPosition = Sequence[Any]
 """``[read, state, is_of_end]``, plain values: how many items of the epoch were asked for, the one
-that was not there any more included; the state of what is read, if it has one; and whether that is
-from an epoch's end: of this one, or if nothing was asked for, of the one before."""
+that was not there any more included; the state of what is read, if it has one, or of
+:class:`Indices` how many this epoch has; and whether that is from an epoch's end: of this one, or
+if nothing was asked for, of the one before."""
 
 BEGINNING: list[Any] = [0, None, False]
 
@@ -315,6 +316,23 @@ def as_count(name: str, items: Any) -> Any:
     return check_int(name, items, 0) if getattr(items, "ndim", None) == 0 else items
 
 
+class Indices:
+    """The indices of samples whose number is asked when an epoch begins.
+
+    Args:
+        count: returns how many there are now.
+    """
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return check_int("n_or_sampler", self._count(), 0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
 class ItemSource(Source):
     """A number of indices, a sequence or an iterable, which a sampler of ours reads.
 
@@ -325,12 +343,15 @@ class ItemSource(Source):
 
     Attributes:
         values: the items, if any of them can be had without those before it; else None.
+        size: how many, if :class:`Indices` were asked; else None.
     """
+
+    size: int | None = None
 
     def __init__(self, name: str, items: Any, order: Callable[[int], int] | None = None) -> None:
         super().__init__(name, items)
         is_array = is_array_like(items) and isinstance(items, Sized)
-        self.values: Any = items if is_array or isinstance(items, Sequence) else None
+        self.values: Any = items if is_array or isinstance(items, Sequence | Indices) else None
         if type(items).__name__ == "Series" and hasattr(items, "iloc"):
             self.values = items.to_numpy()  # pandas' own would be read by their labels
         if not isinstance(items, Iterable):
@@ -349,7 +370,21 @@ class ItemSource(Source):
         return len(self.items if self.values is None else self.values)
 
     def state(self, iterator: Any = None, pass_number: int | None = None) -> Any:
-        return super().state(iterator, pass_number) if self.values is None else None
+        return super().state(iterator, pass_number) if self.values is None else self.size
+
+    def of_epoch(self, position: ReadPosition) -> ItemSource:
+        """Return what an epoch reads that is at a position: one that keeps its size."""
+        if not isinstance(self.items, Indices):
+            return self
+        size = len(self) if position[1] is None else position[1]
+        source = ItemSource(self.name, size, self._order)
+        source.size = size
+        return source
+
+    def begun(self, position: ReadPosition) -> ReadPosition:
+        """Return a position where an epoch begins, or goes on, with the size that it keeps."""
+        size = self.of_epoch(position).size
+        return position if size is None else [position[0], size, position[2]]
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
@@ -372,7 +407,14 @@ class ItemSource(Source):
         check_int(f"items read of {self.name}", read, 0)
         if state is None:
             return
-        if self.is_ours:
+        if isinstance(self.items, Indices):
+            if check_int(self.name, state, 0) > len(self):
+                raise ValueError(
+                    f"n, the number of samples, is {len(self)}, but the state is of an epoch with "
+                    f"n {state}; give the dataset that there was then, or start anew without the "
+                    "state"
+                )
+        elif self.is_ours:
             self.items._check(state, ())
         elif not is_stateful(self.items):
             raise ValueError(
@@ -512,4 +554,5 @@ class Reading:
     def following(self) -> ReadPosition:
         """Return where another epoch begins, after this one has ended."""
         _, state, is_of_end = self.position()
-        return [0, state, True] if is_of_end and state is not None else BEGINNING
+        has_state = state is not None and self._source.size is None
+        return [0, state, True] if is_of_end and has_state else BEGINNING

@@ -166,6 +166,7 @@ KINDS: dict[str, Callable[[int, torch.Generator], Arguments]] = {
     ),
     "own iterator": ours(lambda n: ToldIterator(n)),
     "rolling": ours(lambda n: BatchSampler(n, 3, shuffle=True, last_batch="rollover")),
+    "asked": ours(lambda n: BatchSampler(lambda: n, 2, shuffle=True)),
     "dynamic": ours(
         lambda n: DynamicBatchSampler([1 + k % 3 for k in range(n)], max_total=4, shuffle=True)
     ),

@@ -261,6 +261,10 @@ def _rolling(n: int) -> Any:
     return BatchSampler(n, 3, shuffle=True, last_batch="rollover")
 
 
+def _rolling_asked(n: int) -> Any:
+    return BatchSampler(lambda: n, 3, shuffle=True, last_batch="rollover")
+
+
 def _dynamic(n: int) -> Any:
     return DynamicBatchSampler([1 + each % 3 for each in range(n)], max_total=4, shuffle=True)
 
@@ -344,6 +348,7 @@ KINDS: dict[str, Kind] = {
     ),
     "shuffled": Kind(_shuffled, as_alone(_shuffled), lists=True),
     "rolling": Kind(_rolling, as_rolled(_rolling), lists=True),
+    "rolling asked": Kind(_rolling_asked, as_rolled(_rolling), lists=True),
     "dynamic": Kind(_dynamic, as_alone(_dynamic), lists=True),
     "discarding": Kind(_discarding, as_alone(_discarding), lists=True),
     "packed": Kind(_packed, lambda n, at: list(plain(as_alone(_packed)(n, at))), numbers=False),
