@@ -29,6 +29,7 @@ from minloader._insight.timeline import EventFile, EventLog
 from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import dealer_of, rank_of_stream
+from minloader._sampling.source import Indices
 from minloader._worker.batch_maker import OnSampleError, sample_error_handler
 from minloader._worker.messages import Job, JobOptions, WorkerInfo
 
@@ -170,13 +171,16 @@ class Loader(Generic[B]):
         chunks = checks.check_bool("chunks", chunks)
 
         self.dataset = dataset
+        self.sampler: Iterable[Any] = ()  # as given, or made here; of a stream, none
         is_stream = checks.is_stream(dataset, sampler)
-        made: Iterable[Any] = ()
         if is_stream:
             batch_size = checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
         else:
             checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
-            made = _make_sampler(dataset, sampler, batch_size, shuffle, last_batch, seed)
+            is_here = not num_workers or executor == "thread"
+            self.sampler = _make_sampler(
+                dataset, sampler, batch_size, shuffle, last_batch, seed, is_here=is_here
+            )
         collates: Callable[[list[Any]], Any] | None = collate_fn
         if batch_size is not None and collate_fn is None:
             from minloader._sampling.collate import collate  # which needs numpy
@@ -193,7 +197,7 @@ class Loader(Generic[B]):
                 keep_last=last_batch == "keep",
                 on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
-                rank=rank_of_stream(dataset) if is_stream else dealer_of(made).rank,
+                rank=rank_of_stream(dataset) if is_stream else dealer_of(self.sampler).rank,
                 seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
                 without_processes=self._without_processes,
             ),
@@ -218,8 +222,7 @@ class Loader(Generic[B]):
             chunks=chunks,
         )
         self._shared = Shared(options, group)
-        follows_length = sampler is None and not is_stream
-        self._epochs = Epochs(self._shared, made, follows_length=follows_length)
+        self._epochs = Epochs(self._shared, self.sampler, is_own=sampler is None)
         self._end = self._finalizer(self._shared.counters.log)
         if trace is not None:
             try:
@@ -232,12 +235,6 @@ class Loader(Generic[B]):
         """Return what ends the workers, and the file of a timeline."""
         # The iterators have it, too: the workers live as long as any of these.
         return weakref.finalize(self._shared, _finish, self._shared.group, log)
-
-    @property
-    def sampler(self) -> Iterable[Any]:
-        """The sampler: as given, or made for the length that the dataset had last."""
-        sampler: Iterable[Any] = self._epochs.source.items
-        return sampler
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_made, public = "_end" in vars(self), name[0] != "_"
@@ -556,13 +553,20 @@ def _make_sampler(
     shuffle: bool,
     last_batch: Any,
     seed: int,
+    *,
+    is_here: bool,
 ) -> Iterable[Any]:
-    """Return the sampler itself, or one for the dataset's length."""
+    """Return the sampler itself, or one for the dataset's length.
+
+    Where batches are made of the dataset here, its length is asked in each epoch. Worker processes
+    have it as it was when they were started.
+    """
     if sampler is not None:
         checks.check_sampler_alone(batch_size, shuffle, last_batch)
         checks.check_iterable("sampler", sampler)
         return sampler
     size = checks.dataset_length(dataset)
+    count = (lambda: len(dataset)) if is_here else (lambda: size)
     if batch_size is None and not shuffle and last_batch == "keep":
-        return range(size)
-    return BatchSampler(size, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)
+        return Indices(count)
+    return BatchSampler(count, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)

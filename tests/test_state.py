@@ -36,6 +36,7 @@ from conftest import (
     workers,
 )
 from helpers import Echo, Guarded, Noise, Reshuffling, SelfIterating, Stateful
+from interrupts import interrupted
 from kinds import Apart, Raising, Refusing
 
 from minloader import (
@@ -688,12 +689,8 @@ def test_epochs_need_a_number(n):
         loader.epochs(n)
 
 
-FOLLOWS: dict[str, dict[str, Any]] = {
-    "inline": WAYS["inline"],
-    "threads": WAYS["threads"],
-    "fork": {"num_workers": 2, "mp_context": "fork"},
-}
-"""Where workers have the dataset itself, or as it is when they are forked."""
+HERE = ["inline", "threads"]
+"""Of WAYS, where batches are made of the dataset itself."""
 
 GROWN: dict[str, tuple[dict[str, Any], Any]] = {
     "single": ({}, [[0, 1, 2, 3], [*range(8)]]),
@@ -712,13 +709,12 @@ def listed(batches: Any) -> list[Any]:
     return [batch.tolist() if hasattr(batch, "tolist") else batch for batch in batches]
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [*itertools.product(GROWN, ["inline", "threads"]), ("batches", "fork")]
-)
+@pytest.mark.parametrize("way", HERE)
+@pytest.mark.parametrize("kind", GROWN)
 def test_a_dataset_that_has_grown(kind, way):
     options, epochs = GROWN[kind]
     data = [0, 1, 2, 3]
-    make = partial(Loader, data, **options, **FOLLOWS[way])
+    make = partial(Loader, data, **options, **WAYS[way])
     with make() as loader:
         first = listed(loader)
         before = json.dumps(loader.state_dict())
@@ -743,26 +739,49 @@ def test_a_dataset_that_has_grown(kind, way):
         loader.load_state_dict(json.loads(within))
 
 
-def test_a_dataset_that_has_grown_after_workers_had_it(caplog):
-    """They have the copy from before, also where there are none for a while."""
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
+@pytest.mark.parametrize("mp_context", ["forkserver", "fork"])
+def test_a_dataset_that_has_grown_after_workers_had_it(mp_context, options):
+    """They have it as it was: the epochs keep their length, also where there are none for a while.
+
+    What goes on from between two epochs has the length of its own dataset.
+    """
     data = [0, 1, 2]
-    with Loader(data, num_workers=1) as loader:
-        first = list(loader)
+    with Loader(data, num_workers=1, mp_context=mp_context, **options) as loader:
+        first = listed(loader)
+        state = loader.state_dict()
         data.append(3)
         for count in (1, 0, 1):
             loader.num_workers = count
-            assert [list(loader) for _ in range(2)] == [first] * 2
-    (told,) = [each.message for each in caplog.records if "another length" in each.message]
-    assert "make another Loader" in told
+            assert [listed(loader) for _ in range(2)] == [first] * 2
+    with Loader(data, num_workers=1, mp_context=mp_context, **options) as loader:
+        loader.load_state_dict(state)
+        assert listed(loader) == ([[0, 1], [2, 3]] if options else data)
 
 
-@pytest.mark.parametrize("way", ["inline", "threads"])  # forked workers are forked once
+@pytest.mark.parametrize("options", [{}, {"batch_size": 1}])
+@pytest.mark.parametrize("way", HERE)
+def test_a_dataset_that_has_grown_since_the_beginning_was_interrupted(way, options):
+    for step in itertools.count(0, 5):
+        data = [0, 1]
+        with Loader(data, **WAYS[way], **options) as loader:
+            outcome = interrupted(partial(iter, loader), step)
+            if not outcome.reached:
+                break
+            data.append(2)
+            assert len(list(loader)) in (2, 3)
+            assert len(list(loader)) == 3
+    assert step
+
+
+@pytest.mark.parametrize("way", HERE)
 def test_a_dataset_that_grows_while_epochs_are_under_way(way):
     """Each epoch keeps the length that it had when it began."""
     data = [0, 1, 2, 3]
-    with Loader(data, **FOLLOWS[way]) as loader:
+    with Loader(data, **WAYS[way]) as loader:
         batches = iter(loader)
         next(batches)
+        within = loader.state_dict()
         data += [4, 5]
         assert len(loader) == 4
         other = list(loader)
@@ -770,7 +789,9 @@ def test_a_dataset_that_grows_while_epochs_are_under_way(way):
         assert other == [*range(6)]
         loader.skip(1)
         data += [6]
-        assert list(loader) == [*range(1, 6)]
+        assert list(loader) == [*range(1, 7)]
+        with pytest.raises(ValueError, match="7 batches in epoch 0, but the state"):
+            loader.load_state_dict(within)
         assert list(loader) == [*range(7)]
 
 

@@ -29,7 +29,6 @@ from minloader._epochs.feed import Feed, SamplerSource, check_length
 from minloader._epochs.iterator import Batches
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
-from minloader._epochs.own_length import current_size, position_of_size, source_of_size
 from minloader._epochs.position import (
     LanePosition,
     Position,
@@ -54,33 +53,27 @@ class Epochs:
     Args:
         shared: what they share.
         sampler: what they are drawn from; of no use for a stream.
-        follows_length: whether the sampler is of the loader, made from the dataset's length.
+        is_own: whether the loader has made it: with its seed, and for a length that may change.
 
     Attributes:
-        source: the sampler of the epoch begun last.
+        source: the sampler.
         shards: how many the stream has; None where the dataset is no stream.
         resume: where the next epoch begins, if a state was loaded, or batches were left out ahead.
         begun: the epochs of the iterator begun last, that of the consumer first, be it over or not;
             before an iterator was begun, and when a state was loaded, there are none.
     """
 
-    def __init__(self, shared: Shared, sampler: Any, *, follows_length: bool) -> None:
+    def __init__(self, shared: Shared, sampler: Any, *, is_own: bool) -> None:
         self.shared = shared
         self.source = SamplerSource(sampler)
         is_stream = shared.job.options.is_stream
         self.shards = max(1, shared.group.num_workers) if is_stream else None
         self.resume: Position | None = None
         self.begun: deque[Epoch] = deque()
-        self._follows_length = follows_length
+        self._is_own = is_own
         self._number: int | None = None  # of the next epoch, if the user has set it
         if isinstance(sampler, Sampler):
             self.resume = _position_of_sampler(sampler)
-
-    @property
-    def _own_sampler(self) -> Sampler | None:
-        """The sampler if the loader has made it, and so has its seed from the loader."""
-        sampler = self.source.items
-        return sampler if self._follows_length and isinstance(sampler, Sampler) else None
 
     @property
     def _dataset(self) -> Any:
@@ -128,52 +121,22 @@ class Epochs:
 
     def next_position(self) -> Position:
         """Return where the next epoch begins, as far as a state can say."""
-        source = self._next_source()
-        position = self._next_position(source)
-        if self._next_follows_length:
-            return position_of_size(position, source)
-        if self.resume is None and not position.is_stream:
-            position = replace(position, length=source.length_between())
+        position = self._next_position()
+        if self.resume is None and not self._is_own:
+            position = replace(position, length=self.source.length_between())
         return position
 
-    def _next_position(self, source: SamplerSource) -> Position:
+    def _next_position(self) -> Position:
         if self.resume is not None:
             return self.resume
         if self.begun:
             former = self.begun[0]
             return self._position_after(former, self.number, is_abandoned=self.would_abandon)
-        return self._first_position(self.number, source)
+        return self._first_position(self.number)
 
-    @property
-    def _next_follows_length(self) -> bool:
-        """Whether the next epoch has as many items as the dataset has when it begins."""
-        return self._follows_length and (self.resume is None or not self.resume.has_begun)
-
-    def _next_source(self) -> SamplerSource:
-        """Return the sampler of the next epoch."""
-        if self._next_follows_length and self.shared.group.can_follow_dataset:
-            return source_of_size(self.source, current_size(self._dataset))
-        return self.source
-
-    def _follow_dataset(self) -> None:
-        """Have the sampler, and the workers, go by the length that the dataset has now."""
-        group = self.shared.group
-        source = source_of_size(self.source, current_size(self._dataset))
-        if source is self.source:
-            return
-        if group.can_follow_dataset:
-            group.fork_again()
-            self.source = source
-        else:
-            logger.warning(
-                "the dataset has another length than when the loader was made, but the workers "
-                "have it as it was: the epochs keep their length; make another Loader, or one with "
-                "mp_context='fork', which sees it (said once)"
-            )
-
-    def _first_position(self, number: int, source: SamplerSource) -> Position:
+    def _first_position(self, number: int) -> Position:
         if self.shards is None:
-            lane = LanePosition(source_state=SourceState(0, source.state_before()))
+            lane = LanePosition(source_state=SourceState(0, self.source.state_before()))
             return Position(epoch=number, lanes=[lane])
         state = checks.known_state(self._dataset)
         if state is not None:
@@ -208,7 +171,7 @@ class Epochs:
 
     def _length_ahead(self) -> int:
         """Return the number of batches of the next epoch; raise TypeError if it is not known."""
-        source = self._next_source()
+        source = self.source
         sampler = source.items
         if source.is_ours:
             position = self.next_position()
@@ -230,8 +193,6 @@ class Epochs:
         shared = self.shared
         shared.check_open()
         shared.group.tidy()
-        if self._follows_length and (former is not None or self._next_follows_length):
-            self._follow_dataset()
         if former is not None:
             position = self._position_after(former, former.number + 1, is_abandoned=False)
             epoch = self._make(batches, position, former)
@@ -273,7 +234,7 @@ class Epochs:
         if self.shards is not None and not self.begun:
             # Each copy of the stream begins as it is: it need not be asked for its state here.
             return Position(epoch=self.number, lanes=[LanePosition()] * self.shards, is_stream=True)
-        return self._next_position(self.source)
+        return self._next_position()
 
     def _position_after(self, former: Epoch, number: int, *, is_abandoned: bool) -> Position:
         """Return where an epoch begins after another one.
@@ -284,8 +245,7 @@ class Epochs:
             is_abandoned: whether the consumer has left the other: it has nothing for this one then.
         """
         lanes = [lane.feed.following(is_abandoned=is_abandoned) for lane in former.lanes]
-        position = Position(epoch=number, lanes=lanes, is_stream=former.is_stream)
-        return position_of_size(position, self.source) if self._follows_length else position
+        return Position(epoch=number, lanes=lanes, is_stream=former.is_stream)
 
     def _feeds(self, position: Position, former: Epoch | None) -> list[Feed | ShardFeed]:
         """Return what an epoch is drawn from; for the arguments see :meth:`_make`."""
@@ -370,12 +330,7 @@ class Epochs:
         Raises:
             ValueError: the sampler was another one, as far as that can be told.
         """
-        source = self.source
-        if self._follows_length and not position.has_begun:
-            if self.shared.group.can_follow_dataset:
-                source = source_of_size(source, current_size(self._dataset))
-            position = position_of_size(position, source)
-        sampler = source.items
+        sampler = self.source.items
         if allow and not isinstance(sampler, Sampler):
             raise ValueError(
                 "allow is for a sampler of minloader's, but this loader has "
@@ -390,11 +345,11 @@ class Epochs:
                 "has no load_state_dict; give the loader the sampler that the state was taken with"
             )
         if lane.source_state.state is None or not isinstance(sampler, Sampler):
-            check_length(position.epoch, source.length_between(), position.length)
+            check_length(position.epoch, self.source.length_between(), position.length)
             return position
         seed_before = sampler.seed
         try:
-            if self._own_sampler is not None:
+            if self._is_own:
                 sampler.seed = seed
             state = lane.source_state.state
             allowed = sampler._check_allowed(allow)
@@ -414,8 +369,8 @@ class Epochs:
         """
         with interrupts_held():  # or one of these would have a seed of its own
             self.shared.group.reseed(seed)
-            if self._own_sampler is not None:
-                self._own_sampler.seed = seed
+            if self._is_own and self.source.is_ours:
+                self.source.items.seed = seed
             self.supersede()
             if position.is_stream:
                 self.shards = len(position.lanes)
@@ -448,8 +403,6 @@ class Epochs:
                     )
                 current.skip(n)
                 return
-        if self._next_follows_length:
-            self._follow_dataset()
         position = self.next_position().skipped(n)
         if self.resume is None:
             position = replace(position, length=None)  # no state says it: it may be another yet

@@ -347,8 +347,9 @@ class Feed:
         """
         now = time.perf_counter()
         # A state at 0 must be from before the epoch, and another's sampler has begun that by now.
-        is_at_beginning = not self.next_ordinal and not self.source.is_ours
-        if is_at_beginning or now < self._state_due or self.next_ordinal == self.length:
+        if not self.next_ordinal and not self.source.is_ours:
+            return None
+        if now < self._state_due or self.next_ordinal == self.length:
             return None
         try:
             self.source_state = self._current_state()

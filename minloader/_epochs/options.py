@@ -49,8 +49,8 @@ class Shared:
         counters: what is counted.
         chunk: how many batches like those made last fit into a task.
         is_closed: whether the loader is.
-        logged: what the log says once at most, and has said, or need not: that the dataset's
-            "length" is another; of a stream, how its shards "compared", and that some are "empty".
+        logged: what the log says once at most, and has said, or need not, of a stream: how its
+            shards "compared", and that some are "empty".
     """
 
     options: Options

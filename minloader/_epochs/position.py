@@ -166,7 +166,8 @@ class Position:
 
     def without_check(self) -> Position:
         """Return the same position, from which the sampler may give other items than it gave."""
-        return replace(self, lanes=[replace(lane, check=None) for lane in self.lanes])
+        lanes = [replace(lane, check=None) for lane in self.lanes]
+        return replace(self, lanes=lanes, length=None)
 
 
 # --- as a state

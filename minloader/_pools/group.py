@@ -143,20 +143,6 @@ class PoolGroup:
         return self.factory.kind if self.num_workers else "inline"
 
     @property
-    def can_follow_dataset(self) -> bool:
-        """Whether batches are made of the dataset itself, or of what it is when workers fork."""
-        forks = self.kind == "process" and self.factory.context.get_start_method() == "fork"
-        # Workers that were spawned, and may be again, have a copy from then.
-        is_copied = isinstance(self.factory.sent, JobFile)
-        return forks or (self.kind in ("inline", "thread") and not is_copied)
-
-    def fork_again(self) -> None:
-        """Have the next tasks go to workers that are forked from now on."""
-        if self.kind == "process":
-            for pool in self.pools:
-                pool.replace_workers()
-
-    @property
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
         return sum(each.in_flight for each in snapshot(self.iterators))

@@ -343,6 +343,7 @@ KINDS: dict[str, Kind] = {
     ),
     "told": Kind(Told, told),
     "every second": Kind(EverySecond, lambda n, at: [] if at.epoch % 2 else told(n, at)),
+    "own": Kind(lambda n: None, numbered),
     "own shuffled": Kind(
         lambda n: None, own_shuffled, lists=True, options={"batch_size": 2, "shuffle": True}
     ),
