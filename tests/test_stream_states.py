@@ -64,53 +64,9 @@ def run(loader: Loader) -> tuple[list[Any], list[list[Any]]]:
 # --- the count
 
 
-@every_idiom
-@pytest.mark.parametrize("left", [0, 1])
-def test_two_loaders_over_one_object_without_workers(stream, left):
-    """In turns, and when one has left an epoch: neither takes samples of the other."""
-    shared = stream()
-    with Loader(shared, batch_size=2, num_workers=0) as loader:
-        batches = iter(loader)
-        given = [[next(batches).tolist()], []]
-        with Loader(shared, batch_size=2, num_workers=0) as other:
-            others = iter(other)
-            for batch in others:
-                given[1].append(batch.tolist())
-                if left:
-                    break
-                given[0] += lists(islice(batches, 1))
-            given[0] += lists(batches)
-            given[1] += lists(others)
-            assert given == [epoch(0, 1)] * 2
-            assert lists(loader) == lists(other) == epoch(1, 1)
-
-
-@pytest.mark.parametrize("make_stream", [same, lambda stream: shuffled(stream, 6)])
-@pytest.mark.parametrize("stream", [*IDIOMS, Sticky])
-@pytest.mark.parametrize("is_closed", [True, False])
-def test_a_loader_that_ends_leaves_the_object_as_it_was(stream, make_stream, is_closed):
-    """As with workers, which read copies."""
-    with Loader(make_stream(stream()), batch_size=2, num_workers=0) as loader:
-        expected = lists(loader)
-        states = [loader.state_dict() for _ in islice(loader, 4)]
-    shared = make_stream(stream())
-    for left in 1, 4, 7, 8:
-        for state in None, states[3]:
-            loader = Loader(shared, batch_size=2, num_workers=0)
-            if state is not None:
-                loader.load_state_dict(state)
-            list(islice(loader, left))
-            if is_closed:
-                loader.close()
-            del loader
-            with Loader(shared, batch_size=2, num_workers=0) as other:
-                assert lists(other) == expected
-
-
-@pytest.mark.parametrize("stream", [Counting, Sticky])
-def test_workers_that_take_over_leave_the_object_as_it_was(stream):
+def test_workers_that_take_over_leave_the_object_as_it_was():
     """For another loader too, also where it begins an epoch once more."""
-    shared = stream()
+    shared = Counting()
     with Loader(shared, batch_size=2, num_workers=0, executor="thread") as loader:
         batches = iter(loader)
         given = lists(islice(batches, 2))
@@ -121,57 +77,15 @@ def test_workers_that_take_over_leave_the_object_as_it_was(stream):
             assert lists(islice(other, 1)) == [[0, 1]]
 
 
-def test_a_loader_that_ends_moves_no_object_that_is_read_or_moved_by_another():
-    shared = Counting()
-    loader = Loader(shared, num_workers=0)
-    batches = iter(loader)
-    assert [next(batches), next(batches)] == [0, 1]
-    with Loader(shared, num_workers=0) as other:
-        others = iter(other)
-        assert next(others) == 0
-        loader.close()
-        assert list(others) == list(range(1, 14))
-        shared.load_state_dict({"epoch": 0, "i": 5})
-    assert list(shared) == list(range(5, 14))
-
-
-def test_an_object_that_cannot_be_put_back_does_not_disturb_the_end():
-    class Stuck(Counting):
-        def load_state_dict(self, state: Any) -> None:
-            raise ValueError("it cannot go back")
-
-    with Loader(Stuck(), num_workers=0) as loader:
-        assert next(iter(loader)) == 0
-
-
 def test_an_object_that_the_user_has_moved_is_read_from_there():
-    shared = Counting()
-    with Loader(shared, num_workers=0) as loader:
-        batches = iter(loader)
-        given = [next(batches), next(batches)]
-        shared.load_state_dict({"epoch": 0, "i": 5})
-        with Loader(shared, num_workers=0) as other:
-            state = other.state_dict()
-            assert list(other) == list(range(5, 14))
-        with Loader(Counting(), num_workers=0) as resumed:
-            resumed.load_state_dict(state)
-            assert list(resumed) == list(range(5, 14))
-        assert given + list(batches) == list(range(14))
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [lambda: BeginsAnew(range(9)), lambda: iter(range(9)), lambda: (k for k in range(9))],
-    ids=["a class", "an iterator", "a generator"],
-)
-def test_two_loaders_over_one_iterator_are_refused(stream):
-    shared = stream()
-    with Loader(shared, num_workers=0) as loader, Loader(shared, num_workers=0) as other:
-        batches = iter(loader)
-        given = [next(batches)]
-        with pytest.raises(RuntimeError, match=r"two loaders without workers read it.* of its own"):
-            next(iter(other))
-        assert given + list(batches) == list(range(9))
+    moved = Counting()
+    moved.load_state_dict({"epoch": 0, "i": 5})
+    with Loader(moved, num_workers=0) as loader:
+        state = loader.state_dict()
+        assert list(loader) == list(range(5, 14))
+    with Loader(Counting(), num_workers=0) as resumed:
+        resumed.load_state_dict(state)
+        assert list(resumed) == list(range(5, 14))
 
 
 class Interrupts(BeginsAnew):
@@ -470,6 +384,22 @@ def test_a_stream_that_goes_on_from_its_last_state(kind, workers):
         loader.num_workers = 1 - workers
         assert begun + lists(batches) == values
         assert lists(loader) == values
+
+
+class Late(Counting):
+    """Has no state before its first sample."""
+
+    def state_dict(self) -> Any:
+        assert self.i or self.epoch
+        return super().state_dict()
+
+
+def test_an_epoch_begins_anew_behind_one_that_was_left_where_no_state_says_how():
+    """Not the object is read, but copies of it."""
+    with Loader(Late(), batch_size=2, num_workers=0) as loader:
+        for number in range(2):
+            assert lists(islice(loader, 2)) == epoch(number, 1)[:2]
+            assert lists(loader) == epoch(number, 1)
 
 
 @own

@@ -293,7 +293,4 @@ class InlinePool(Pool):
 
     def end(self, deadline: float) -> None:
         super().end(deadline)
-        worker = self._worker
         self._worker = None  # a stream that was left has files open, or programs
-        if worker is not None:
-            worker.readers.put_back()  # as it is where workers have copies of it

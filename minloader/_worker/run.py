@@ -477,7 +477,6 @@ class Worker:
                 # Seeded for the next batch: a generator in the state is as that will find it.
                 state: bytes | None = self._call(reader.begin(), reader.state)
                 return state
-            reader.note_place()
         except BaseException as error:
             failure = self._failure(error, "when the stream was asked for its state")
             if outcomes and type(outcomes[-1]) is not Failure and not reader.ended:

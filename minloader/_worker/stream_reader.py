@@ -18,18 +18,15 @@ one worker; they hand out the copies of the dataset.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from types import GeneratorType
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, ref
+from typing import Any
 
 from minloader._checks import (
     brief_repr,
     counted,
-    differences,
     has_epochs,
     is_read_once,
     is_stateful,
@@ -50,8 +47,6 @@ from minloader._worker.messages import (
 )
 from minloader._worker.seeds import BatchKey
 from minloader._worker.torch_conventions import Stream, begin_at_state, number_of, put_back
-
-logger = logging.getLogger("minloader")
 
 NOT_LEADING = (
     "those of a shuffled Hugging Face dataset do not: shuffle it with minloader.shuffled instead"
@@ -81,7 +76,6 @@ class ShardReader:
         iterator: of the stream, while it is read.
         last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
         is_other: whether it gave something else when it was read again.
-        last_state: that it had when it was last asked; None if it was not.
         told_state: its state and its number when the epoch began, where the user tells it that and
             Ctrl-C may come.
     """
@@ -99,7 +93,6 @@ class ShardReader:
     iterator: Any = None
     last_fingerprint: int | None = None
     is_other: bool = False
-    last_state: bytes | None = None
     told_state: tuple[Any, int | None] | None = None
     _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
     # Those of the batch drawn last, where an interrupt may come.
@@ -365,14 +358,7 @@ class ShardReader:
     def state(self) -> bytes | None:
         """Return the state of the stream, packed; None if it has none."""
         states = states_of(self.parts)
-        self.last_state = pack(states, down=False) if states else None
-        return self.last_state
-
-    def note_place(self) -> None:
-        """Note where the user's own object is, though the shard is not read on from there."""
-        dataset = self.info.dataset
-        if self.environment.is_inline and is_stateful(dataset):
-            self.last_state = pack(states_of({"dataset": dataset}), down=False)
+        return pack(states, down=False) if states else None
 
 
 @dataclass(eq=False)
@@ -391,7 +377,6 @@ class ShardReaders:
     environment: Environment
     _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
     _is_job_object_used: bool = False  # whether the job's own object was given to a reader
-    _was_read_by_other: bool = False  # whether another loader has read the job's own object since
 
     def find(self, shard: Shard, epoch: int, prepare: Callable[[WorkerInfo], None]) -> ShardReader:
         """Return a reader for a task, which may stand before its first batch.
@@ -404,9 +389,6 @@ class ShardReaders:
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
-        is_inline = self.environment.is_inline
-        if is_inline:
-            self._take_over(shard)
         former = self._readers.get(shard.id)
         told_state = None
         if former is not None and not former.ended:
@@ -425,7 +407,7 @@ class ShardReaders:
                     "lack a sample; give an object whose __iter__ begins anew, or one with "
                     "state_dict and load_state_dict"
                 )
-        if shard.state is None and is_inline:
+        if shard.state is None and self.environment.is_inline:
             shard = shard._replace(state=self.maker.job.beginning)
         is_fresh = former is None or not former.is_followed_by(shard)
         if former is not None and not is_fresh:
@@ -465,88 +447,10 @@ class ShardReaders:
         """
         if self._is_job_object_used and serves_one_pass(self.maker.job.dataset):
             raise _read_once(self.maker.job.dataset)
-        _last_readers[id(_unwrapped(self.maker.job.dataset))] = self
+        job = self.maker.job
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
-        if self.maker.job.beginning is not None:
-            self._put_to_beginning()
-
-    def put_back(self) -> None:
-        """Put the user's own object back to where it was before it was read: this reads no more.
-
-        Unless somebody has moved it since, or it has no state.
-        """
-        job = self.maker.job
-        bare = _unwrapped(job.dataset)
-        if job.beginning is None or _last_readers.get(id(bare)) is not self:
-            return
-        try:
-            is_where_left = self._is_where_left(bare)
-            self._readers.clear()  # a generator may note where it ends
-            if is_where_left:
-                self._put_to_beginning()
-        except Exception as error:
-            logger.debug("%s could not be put back: %r", brief_repr(bare), error)
-
-    def _put_to_beginning(self) -> None:
-        """Put the user's own object back, and note that for whoever reads it next."""
-        job = self.maker.job
-        dataset = job.dataset
-        assert job.beginning is not None
-        dataset.load_state_dict(unpack(job.beginning)["dataset"])
-        bare = _unwrapped(dataset)
-        key = id(bare)
-        try:
-            said = pack({"dataset": state_of(dataset)}, down=False)
-            object_ref = ref(bare, lambda _: _put_back.pop(key, None))
-            _put_back[key] = _PutBack(object_ref, said=said, beginning=job.beginning)
-        except Exception as error:  # some have no state there, or take no weak references
-            logger.debug("it is not noted that %s was put back: %r", brief_repr(bare), error)
-
-    def _take_over(self, shard: Shard) -> None:
-        """Be the one that reads the user's own object, which another loader may have read.
-
-        One with a state is put back to where this one is. Any other is read on, unless it is its
-        own iterator: then samples of one loader would come to the other.
-
-        Raises:
-            RuntimeError: it is its own iterator, and somebody is not at its end.
-        """
-        dataset = self.maker.job.dataset
-        bare = _unwrapped(dataset)
-        other = _last_readers.get(id(bare))
-        if other is self:
-            return
-        is_own_iterator = isinstance(bare, Iterator)
-        if is_stateful(bare) and (other is not None or self._was_read_by_other):
-            self._readers.clear()
-            if not self._is_job_object_used and other is not None and other._is_where_left(bare):
-                self.maker.job.beginning = other.maker.job.beginning
-        elif (
-            is_own_iterator
-            and other is not None
-            and serves_one_pass(dataset)
-            and other._is_within()
-        ):
-            raise _taken_by_two(bare)
-        elif is_own_iterator and self._was_read_by_other and self._is_within(shard):
-            raise _taken_by_two(bare)  # it is of a class that may begin anew, and did
-        if other is not None:
-            other._was_read_by_other = True
-        _last_readers[id(bare)] = self
-        self._was_read_by_other = False
-
-    def _is_where_left(self, dataset: Any) -> bool:
-        """Return whether an object is where this left it: the user may have put it elsewhere."""
-        if not self._is_job_object_used:
-            return False
-        last = [each.last_state for each in self._readers.values()]
-        states = [state for packed in last if packed for state in unpack(packed).values()]
-        return any(not differences(dataset.state_dict(), state) for state in states)
-
-    def _is_within(self, shard: Shard | None = None) -> bool:
-        """Return whether a pass was begun, and is not over; that of a task, or any."""
-        passes = [each for each in self._readers.values() if each.next_ordinal and not each.ended]
-        return any(shard is None or each.shard.pass_number == shard.pass_number for each in passes)
+        if job.beginning is not None:
+            job.dataset.load_state_dict(unpack(job.beginning)["dataset"])
 
     def _copy(self, shard: Shard) -> tuple[Any, bool]:
         """Return a copy of the dataset, and whether it was prepared and read before."""
@@ -565,7 +469,7 @@ class ShardReaders:
                     raise _read_once(dataset) from error
                 raise
         alone = shard.total == 1
-        # What has a state, but none to be put back to at the end, is not read itself.
+        # What has a state, but none to be put back to when an epoch is left, is not read itself.
         cannot_be_put_back = is_stateful(dataset) and self.maker.job.beginning is None
         if reload is None and not (is_inline and alone and not cannot_be_put_back):
             try:
@@ -588,38 +492,7 @@ class ShardReaders:
         job = self.maker.job
         state = known_state(dataset) if job.beginning is None else None
         if state is not None:
-            job.beginning = _beginning_of(_unwrapped(dataset), state)
-
-
-_last_readers: WeakValueDictionary[int, ShardReaders] = WeakValueDictionary()
-"""Who has read an object of the user's last, in the calling process, by the object's id. They keep
-the object, so that no other has its id."""
-
-
-class _PutBack(NamedTuple):
-    """That an object of the user's was put back. Some say where they are only once they are read.
-
-    Attributes:
-        object: a weak reference, whose end ends this entry.
-        said: the state that it had by its own account when it had been put back, packed.
-        beginning: the state that it was given, packed.
-    """
-
-    object: ref[Any]
-    said: bytes
-    beginning: bytes
-
-
-_put_back: dict[int, _PutBack] = {}
-"""By the object's id, as long as it lives."""
-
-
-def _beginning_of(dataset: Any, state: Any) -> bytes:
-    """Return the state, packed, that a stream begins with which says that it has this one."""
-    last = _put_back.get(id(dataset))
-    if last is not None and not differences(unpack(last.said)["dataset"], state):
-        return last.beginning
-    return pack({"dataset": state}, down=False)
+            job.beginning = pack({"dataset": state}, down=False)
 
 
 def _is_own_iterator(dataset: Any, iterator: Any) -> bool:
@@ -632,14 +505,6 @@ def _is_own_iterator(dataset: Any, iterator: Any) -> bool:
 
 def _unwrapped(dataset: Any) -> Any:
     return dataset.dataset if type(dataset) is Stream else dataset
-
-
-def _taken_by_two(dataset: Any) -> RuntimeError:
-    return RuntimeError(
-        f"dataset, {brief_repr(dataset)}, is its own iterator, and two loaders without workers "
-        "read it: each would take samples of the other; give each a dataset of its own, or one "
-        "whose __iter__ returns a new iterator"
-    )
 
 
 def _read_once(dataset: Any) -> RuntimeError:

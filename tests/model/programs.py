@@ -1032,21 +1032,6 @@ class Program:
             self.drop(-1)
         self.former = None
         self.loader.close()
-        if self.what.stream and self.what.has_state and self.what.repeatable:
-            self.check_object()
-
-    def check_object(self) -> None:
-        """Whoever reads the object next begins where it was before the loader had it."""
-        stream = self.what.make(self.n)
-        getattr(stream, "stream", stream).on_sample = Slow(self.slow, self.left_out)
-        options: dict[str, Any] = {"num_workers": 0}
-        if self.what.opened:
-            options["worker_init_fn"] = open_stream
-        given = []
-        for each in stream, self.loader.dataset:
-            with Loader(each, **options) as loader:
-                given.append(plain([*map(str, itertools.islice(outcomes_of(iter(loader)), 5))]))
-        assert given[0] == given[1], f"it was left elsewhere: {given[1]}"
 
 
 def is_worker(process: psutil.Process) -> bool:
