@@ -566,7 +566,19 @@ def _make_sampler(
         checks.check_iterable("sampler", sampler)
         return sampler
     size = checks.dataset_length(dataset)
-    count = (lambda: len(dataset)) if is_here else (lambda: size)
+    count = _length_of(dataset) if is_here else (lambda: size)
     if batch_size is None and not shuffle and last_batch == "keep":
         return Indices(count)
     return BatchSampler(count, batch_size, shuffle=shuffle, last_batch=last_batch, seed=seed)
+
+
+def _length_of(dataset: Any) -> Callable[[], int]:
+    """Return a function that asks a dataset for its length, and does not keep it.
+
+    A sampler and its iterator have each other: what they keep stays until the cyclic collection.
+    """
+    try:
+        held: Callable[[], Any] = weakref.ref(dataset)
+    except TypeError:  # a list's memory can wait
+        return dataset.__len__  # type: ignore[no-any-return]
+    return lambda: len(held())
