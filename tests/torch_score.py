@@ -44,8 +44,15 @@ WHY = {
     "ctor_args|test_iterable_style_dataset|test_timeout": "the same errors, in other words",
     "test_worker_init_fn": "it seeds torch in `worker_init_fn`; here each batch is seeded",
     "large_sampler_indices": "it waits for 17 s, too little on a busy machine",
-    "in_order_index_ds|ind_worker_queue": "with torch workers take turns; here the first that is "
-    "free makes the batch",
+    "restart.*parity": "they compare states of loaders, which have other seeds",
+    "workers_are_shutdown": "they derive a class from torch's iterator",
+    "initial_state|test_inline|test_mp|one_completed_worker|no_completed_workers|::test$": "they "
+    "read torchdata's own format of states",
+    "skip_steps": "whether a shard's state is of the last batch or the one before depends on time",
+    "num_workers_mismatch|init_error": "they want an error where ours goes on, or that comes with "
+    "`next`",
+    "of_order_index_ds|in_order_index_ds|ind_worker_queue": "with torch workers take turns; here "
+    "the first that is free makes the batch",
 }
 """Why tests differ, by patterns of their names."""
 
