@@ -19,6 +19,7 @@ import marshal
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -449,16 +450,15 @@ class Items(Iterator[Any]):
 
     def draw(self, most: int) -> None:
         """Draw some items. What the sampler raises comes in its turn."""
+        draw = self._next if self._before else self._items.__next__
         try:
-            for _ in range(most):
-                self._drawn.append(self._next())
-        except StopIteration:
-            return
+            # Not by islice(), which calls iter(): a sampler that is its own iterator would begin
+            # anew.
+            self._drawn.extend(map(call, itertools.repeat(draw, most)))
         except Exception as error:
             self._drawn.append(Raised(error))
 
     def _next(self) -> Any:
-        # Not by islice(), which calls iter(): a sampler that is its own iterator would begin anew.
         item = in_turn(self._next_by_own) if self.own else next(self._items)
         if self._before:
             now = self.own or generators.states_of(self._before)
