@@ -424,9 +424,9 @@ class Items(Iterator[Any]):
         self._given = 0  # items of the epoch so far
         self._digest = 0  # of all of these
         self._has_ended = False
-        # Of each item, from some on: the digest up to it, and where it has left ``own``.
+        # Of each item, from some on: its ordinal, the digest up to it, and where it left ``own``.
         most = MOST_MARKS_WITH_STATES if before else MOST_MARKS
-        self._marks: deque[tuple[int, States]] = deque(maxlen=most)
+        self._marks: deque[tuple[int, int, States]] = deque(maxlen=most)
         self._delivered = 0
         self._last_delivered: States = {}  # where the last item that was delivered has left ``own``
 
@@ -439,7 +439,7 @@ class Items(Iterator[Any]):
         if type(item) is Raised:
             raise item.error
         self._digest = _digest_of(item, self._digest)
-        self._marks.append((self._digest, self.own))
+        self._marks.append((self._given, self._digest, self.own))
         self._given += 1
         return item
 
@@ -499,8 +499,9 @@ class Items(Iterator[Any]):
         script = generators.states_of(self.own)
         moved: States = {}
         last = self._last_delivered
-        for ordinal in range(max(self._delivered, self._given - len(self._marks)), delivered):
-            _, states = self._marks[ordinal - self._given]
+        for ordinal, _, states in self._marks:
+            if not self._delivered <= ordinal < delivered:
+                continue
             for name, state in states.items():
                 if name in last and generators.are_same(moved.get(name, script[name]), last[name]):
                     moved[name] = state
@@ -509,13 +510,13 @@ class Items(Iterator[Any]):
         # Only now: after Ctrl-C it is done again.
         self._last_delivered = last
         self._delivered = delivered
+        while self._marks and self._marks[0][0] < delivered - 1:
+            self._marks.popleft()
 
     def digest_at(self, ordinal: int) -> str | None:
         """Return what all items up to one are recognized by; None if that is not known any more."""
-        behind = self._given - ordinal
-        if not 0 < behind <= len(self._marks):
-            return None
-        return f"{self._marks[-behind][0]:08x}"
+        at = ordinal - self._marks[0][0] if self._marks else -1
+        return f"{self._marks[at][1]:08x}" if 0 <= at < len(self._marks) else None
 
     def place(self) -> dict[str, Any]:
         """Return where this is, for :meth:`go_on`, fit for JSON."""
@@ -533,8 +534,7 @@ class Items(Iterator[Any]):
 
     def go_on_behind(self, former: Items) -> None:
         """Know what another has given of the same epoch, of which some may not be delivered."""
-        known = len(former._marks) - former._given + self._given
-        self._marks.extend(itertools.islice(former._marks, max(0, known)))
+        self._marks.extend(mark for mark in former._marks if mark[0] < self._given)
         self._delivered = former._delivered
         self._last_delivered = former._last_delivered
 
