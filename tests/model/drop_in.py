@@ -284,7 +284,8 @@ class DropIn:
         self.batches: Any = None
         self.told = 0  # the epoch that the loop has set last
         self.entered = False  # whether the first next was called since
-        self.was_interrupted = False
+        # Whether Ctrl-C or other draws may have left the script's generators anywhere.
+        self.is_disturbed = False
         self.left = False  # whether the epoch of the place was; states are still of that
         self.loader = self.make()
 
@@ -424,7 +425,7 @@ class DropIn:
                 reached = outcome.reached
                 # The generators may be behind until the batch after the next is asked for.
                 is_begun &= not (outcome.interrupted and self.draws_as_it_goes)
-                self.was_interrupted |= outcome.interrupted
+                self.is_disturbed |= outcome.interrupted
                 batch = next(self.batches, END) if outcome.interrupted else outcome.value
                 interrupt = None
             else:
@@ -441,6 +442,8 @@ class DropIn:
 
     def check_generators(self, before: Generators, ordinal: int) -> None:
         """They are drawn from by the sampler alone, and only if nobody else has drawn since."""
+        if self.draws_as_it_goes and self.is_disturbed:
+            return
         expected, behind = before, self.place.behind
         if self.draws_as_it_goes:  # batches that were left out count, too
             elsewhere = [moved(each, before) for each in behind[: ordinal + 1]]
@@ -449,9 +452,9 @@ class DropIn:
             torchs, randoms, numpys = (new if is_in else old for is_in, old, new in parts)
             expected = torchs, randoms, numpys
         now = global_generators()
-        # Behind what was left out, and just after Ctrl-C, they may be behind.
+        # Behind what was left out they may be behind.
         is_just_there = self.draws_as_it_goes and not all(moved(behind[ordinal], before))
-        stays = not any(moved(before, now)) and (self.was_interrupted or not is_just_there)
+        stays = not any(moved(before, now)) and not is_just_there
         assert stays or not any(moved(expected, now)), "a generator is elsewhere"
 
     def given(self, batch: list[Any]) -> int:
@@ -511,6 +514,7 @@ class DropIn:
 
     def draw(self) -> None:
         self.steps.append("torch.rand")
+        self.is_disturbed = True
         torch.rand(1)
 
     def reseed(self, own: bool) -> None:
