@@ -199,7 +199,8 @@ def test_the_core_only_shrinks():
     paths = modules() | {"minloader": PACKAGE / "__init__.py"}
     paths |= {name.removesuffix(".__init__"): path for name, path in paths.items()}
     sizes = {name: tokens_of(paths[name]) for name in core if name in paths}
-    assert CORE_TOKENS - 1_000 < sum(sizes.values()) <= CORE_TOKENS, sizes
+    if sys.version_info < (3, 12):  # later ones count what is within f-strings, too
+        assert CORE_TOKENS - 1_000 < sum(sizes.values()) <= CORE_TOKENS, sizes
     hanging_on = ("_diagnosis", "_prefetch", "torch", "jax", "testing", "doctor")
     assert [name for name in core if name.split(".")[1:2] in [[each] for each in hanging_on]] == []
     not_in_workers = ("_loader", "_epochs", "_insight", "_pools", *hanging_on)
