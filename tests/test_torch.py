@@ -1298,6 +1298,18 @@ def test_a_state_of_an_epoch_whose_number_is_of_another_kind(number):
     assert fresh.sampler.epoch == number
 
 
+def test_all_items_so_far_are_compared():
+    """Not one of them, which may be the same by chance."""
+    loader, other = (
+        DataLoader(range(6), None, sampler=order)
+        for order in ([0, 1, 2, 3, 4, 5], [1, 0, 2, 3, 4, 5])
+    )
+    list(islice(loader, 3))
+    other.load_state_dict(plain(loader.state_dict()))
+    with pytest.raises(ValueError, match="the state does not fit"):
+        list(other)
+
+
 def test_states_that_do_not_fit():
     loader = DataLoader(Numbers(), 4, True)
     next(iter(loader))
