@@ -61,8 +61,8 @@ def format_bytes(count: float) -> str:
     return f"{count:.3g} GB" if count < 999.5 else f"{count:,.0f} GB"
 
 
-def check_int(name: str, value: Any, least: int) -> int:
-    """Return an argument that must be an integer, numpy's included, of at least ``least``."""
+def check_int(name: str, value: Any, least: int, most: float = math.inf) -> int:
+    """Return an argument that must be an integer, numpy's included, from ``least`` to ``most``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -71,6 +71,8 @@ def check_int(name: str, value: Any, least: int) -> int:
         raise TypeError(f"{name} must be an int, got {value}")
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
     return number
 
 
@@ -80,13 +82,7 @@ MOST_WORKERS = 10_000
 
 def check_num_workers(value: Any) -> int:
     """Return ``num_workers``, which must be an integer from 0 on that a machine can have."""
-    number = check_int("num_workers", value, 0)
-    if number > MOST_WORKERS:
-        raise ValueError(
-            f"num_workers must be at most {MOST_WORKERS}, got {number}; a worker is a process: "
-            "mostly give as many as there are processors"
-        )
-    return number
+    return check_int("num_workers", value, 0, MOST_WORKERS)
 
 
 def check_bool(name: str, value: Any) -> bool:

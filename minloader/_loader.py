@@ -10,19 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Literal, Self
 
 from minloader import _checks as checks
 from minloader._checks import B, brief_repr, check_int
-from minloader._epochs.epochs import Course, Epochs
+from minloader._epochs.course import Course
 from minloader._epochs.failures import OnError
-from minloader._epochs.iterator import Batches
+from minloader._epochs.iterator import Batches, SeveralEpochs
 from minloader._epochs.options import Options, Shared
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventFile, EventLog
@@ -222,7 +221,7 @@ class Loader(Generic[B]):
             chunks=chunks,
         )
         self._shared = Shared(options, group)
-        self._epochs = Epochs(self._shared, self.sampler, is_own=sampler is None)
+        self._course = Course(self._shared, self.sampler, is_own=sampler is None)
         self._end = self._finalizer(self._shared.counters.log)
         if trace is not None:
             try:
@@ -277,8 +276,8 @@ class Loader(Generic[B]):
             group.tidy()
             self._shared.counters.keep_former(self.stats)
             group.resize(num_workers)
-            if self._epochs.shards is not None:
-                checks.warn_idle_workers(num_workers, self._epochs.shards)
+            if self._course.shards is not None:
+                checks.warn_idle_workers(num_workers, self._course.shards)
 
     @property
     def stats(self) -> Stats:
@@ -331,10 +330,10 @@ class Loader(Generic[B]):
         Raises:
             TypeError: the sampler has no length, or there is none.
         """
-        if self._epochs.shards is not None:
+        if self._course.shards is not None:
             raise TypeError("this loader has no length, since its dataset is a stream")
         try:
-            return self._epochs.length()
+            return self._course.length()
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {brief_repr(self.sampler)}, has "
@@ -352,21 +351,18 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed, or its sampler is an iterator and used up.
             ValueError: the sampler does not give what it gave when the state was taken.
         """
-        course = Course(self._epochs, 1)
-        batches: Batches[B] = Batches(course.begin, self.state_dict)
-        try:
-            batches.begin()
-            return batches
-        except BaseException:
-            self._epochs.begin_again(batches)
-            raise
+        batches: Batches[B] = Batches(self._course)
+        cursor = batches.begin()
+        # No call behind this line, so no Ctrl-C: an epoch that was begun is the consumer's.
+        batches.epoch = cursor.epoch
+        self._course.cursor = cursor
+        return batches
 
     def epochs(self, n: int | None = None, *, until: int | None = None) -> Iterator[tuple[int, B]]:
-        """Go through the next epochs without a gap between them.
+        """Go through the next epochs, as if each were iterated by itself: order, errors, state.
 
-        While the last batches of an epoch are made, workers that would be idle begin with the
-        next, all within ``prefetch_factor * num_workers`` tasks. Otherwise it is as if each epoch
-        were iterated by itself: order, errors, state.
+        An epoch begins when the one before is over. Who needs no gap there gives the loader a
+        sampler without an end.
 
         Args:
             n: how many more, the rest of a loaded one counted; None: for ever.
@@ -384,15 +380,13 @@ class Loader(Generic[B]):
             raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
         n = None if n is None else check_int("n", n, 0)
         until = None if until is None else check_int("until", until, 0)
-        course = Course(self._epochs, n, until)
-        is_endless = n is None and until is None
-        return Batches(course.begin, self.state_dict, is_of_several=True, is_endless=is_endless)
+        return SeveralEpochs(self._course, n, until)
 
     @property
     def epoch(self) -> int:
         """Number that the next ``iter(loader)`` will have. To set it is to call
         :meth:`set_epoch`."""
-        return self._epochs.number
+        return self._course.number
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
@@ -406,19 +400,17 @@ class Loader(Generic[B]):
 
         Raises:
             TypeError, ValueError: it is no number of an epoch.
-            RuntimeError: :meth:`epochs` goes through the epochs now, and numbers them itself.
         """
-        self._epochs.set_number(check_int("epoch", epoch, 0))
+        self._course.set_number(check_int("epoch", epoch, 0))
 
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches without making them, as after a spike of the loss.
 
         They count as handed over, for a state too. All other batches stay as they are. In the
         middle of an epoch, the next batches in the order of the sampler are left out, up to the end
-        of the epoch, or to an error of the sampler, which the next ``next`` raises. Otherwise it is
-        the first ones of the next ``iter``, also after :meth:`load_state_dict` and
-        :meth:`set_epoch`. While another thread waits for a batch, this waits too. After Ctrl-C in
-        it, some of the batches are left out, and :meth:`state_dict` says where the consumer is.
+        of the epoch. What the sampler raises among them comes from the next ``next``. Otherwise it
+        is the first ones of the next ``iter``, also after :meth:`load_state_dict` and
+        :meth:`set_epoch`.
 
         Args:
             n: how many batches, as the sampler gives them.
@@ -431,12 +423,12 @@ class Loader(Generic[B]):
         """
         n = check_int("n", n, 0)
         self._shared.check_open()
-        if self._epochs.shards is not None:
+        if self._course.shards is not None:
             raise TypeError(
                 "skip is for loaders with a sampler, but the dataset is a stream, which can only "
                 "be read on; take the batches from the iterator, and drop them"
             )
-        self._epochs.skip(n)
+        self._course.skip(n)
 
     # --- state
 
@@ -445,12 +437,12 @@ class Loader(Generic[B]):
 
         The state is of the epoch that was begun last, also when its iterator is gone. Between
         epochs it is the beginning of the next one. It is small, and fits into JSON if the state of
-        the sampler, or of the stream, does. While another thread waits for a batch, this waits too.
+        the sampler, or of the stream, does. Any thread may call it at any time.
 
         Raises:
             Exception: what the sampler's ``state_dict`` raises.
         """
-        return self._epochs.state_dict()
+        return self._course.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: str | Iterable[str] = ()) -> None:
         """Make the next ``iter`` continue where :meth:`state_dict` was called.
@@ -472,8 +464,8 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._shared.check_open()
-        epochs = self._epochs
-        position, seed = epochs.read_state(state, None if self._any_seed else self.seed)
+        course = self._course
+        position, seed = course.read_state(state, None if self._any_seed else self.seed)
         if position.is_stream:
             if allow:
                 raise ValueError(
@@ -482,9 +474,9 @@ class Loader(Generic[B]):
                 )
             checks.warn_idle_workers(self.num_workers, len(position.lanes))
         else:
-            position = epochs.adapt(position, seed, allow)
+            position = course.adapt(position, seed, allow)
         # Only now: the epoch under way goes on after a state that was refused.
-        epochs.load(position, seed)
+        course.load(position, seed)
 
     # --- workers
 
@@ -505,6 +497,7 @@ class Loader(Generic[B]):
         iterator still in use raises RuntimeError from then on.
         """
         self._shared.is_closed = True
+        self._shared.generation += 1
         self._end()
 
     def __enter__(self) -> Self:
@@ -522,28 +515,10 @@ def _open_trace(path: str | os.PathLike[str]) -> EventFile:
 
 
 def _finish(group: PoolGroup, log: EventLog) -> None:
-    if group.needs(threading.current_thread()):  # it would wait for itself: the collector came here
-        _finish_later(group, log)
-        return
     try:
         group.close()
+    finally:
         log.end_file()
-    except Exception:
-        raise
-    except BaseException:  # Ctrl-C: nobody asks again, and the exit would wait for the batches
-        _finish_later(group, log)
-        raise
-
-
-def _finish_later(group: PoolGroup, log: EventLog) -> None:
-    """Close a loader in a thread of its own.
-
-    Where the system has no more threads, the workers leave when CPython ends their executor.
-    """
-    closing = threading.Thread(target=_finish, args=(group, log), daemon=True)
-    closing.name = "minloader-close"
-    with suppress(RuntimeError):
-        closing.start()
 
 
 def _make_sampler(

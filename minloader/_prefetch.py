@@ -1,50 +1,45 @@
 """``prefetch``: a function is called on each batch ahead of the consumer, in a thread.
 
-Over a loader it is a stage of the loader's own iterator (``_epochs/stage.py``), whose position
-counts what the consumer was given. Over any other iterable it is a small iterator without a state.
+::
+
+      |=========== the consumer ===========|           |=== the thread ===|
+       held by the source --> Work ----------------------> fn(batch)
+                                                                |
+       the consumer  <--------- Work <------------------ what it made
+
+What is taken ahead of the consumer stands in ``held`` of what it is taken from, until the consumer
+has it. So the loader's state counts what the consumer was given, and nothing is noted here that
+Ctrl-C could tear. The thread knows its queue, not the iterator, which can therefore be collected.
+It is a daemon: nobody waits for longer than a moment for a function that does not return.
 """
 
 from __future__ import annotations
 
+import contextvars
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from minloader._checks import B, brief_repr, check_int, is_iterable
-from minloader._epochs.iterator import Batches
-from minloader._epochs.stage import Stage, Work
-from minloader._errors import without_frames
-from minloader._worker import lifetimes
+from minloader._checks import B, brief_repr, check_int, is_iterable, refuse_copies
+from minloader._epochs.interrupts import Interrupts
+from minloader._epochs.iterator import EXECUTING, Batches, SeveralEpochs
+from minloader._errors import not_the_end, without_frames
+from minloader._memory import forks
 
 A = TypeVar("A")
 
+GRACE = 0.5
+"""Seconds that closing waits for the thread, which may be inside the function. An idle thread needs
+none. One that takes longer is left to end by itself: what it still makes is dropped."""
 
-class Prefetch(Protocol[B]):  # type: ignore[misc]
-    """Iterator over batches that a thread makes ready, see :func:`prefetch`.
-
-    Its thread ends with the batches, or when the iterator is collected, as it is after a loop that
-    was left early; ``with`` and :meth:`close` say when.
-    """
-
-    def __iter__(self) -> Iterator[B]: ...
-    def __next__(self) -> B: ...
-    def state_dict(self) -> Any:
-        """Return the state of the loader as of the batch that the consumer was given last.
-
-        Raises:
-            TypeError: the batches are of none, and have no ``state_dict``.
-        """
-
-    def close(self) -> None:
-        """End the thread, waiting for it for a moment, and drop what is ready.
-
-        Harmless when repeated.
-        """
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *exc_info: object) -> None: ...
+CLOSED = "this prefetch is closed; make a new one"
 
 
 def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Prefetch[B]:
@@ -78,8 +73,7 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
         TypeError, ValueError: an argument is of the wrong kind.
         Exception: what ``iter(batches)`` raises.
     """
-    made: Prefetch[B] = prefetched(batches, fn, depth)
-    return made
+    return prefetched(batches, fn, depth)
 
 
 def prefetched(
@@ -89,42 +83,362 @@ def prefetched(
     *,
     receive: Callable[[Any], Any] | None = None,
     keep: Callable[[Any], Any] | None = None,
-) -> Any:
-    """The same, with what is done before ``fn`` and behind it; see :class:`Stage`."""
+) -> Prefetch[Any]:
+    """The same, with what is done before ``fn`` and behind it.
+
+    Args:
+        batches, fn, depth: see :func:`prefetch`.
+        receive: called in the consumer's thread with what ``fn`` has made, just before it is handed
+            over; returns the batch. None: that is the batch.
+        keep: called with each batch as soon as it is there, in the consumer's thread; returns what
+            to call ``fn`` with. None: that is the batch. Behind another ``prefetch`` both are
+            called in the thread.
+    """
     depth = check_int("depth", depth, 1)
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {brief_repr(fn)}")
     if not is_iterable(batches):
         raise TypeError(f"batches must be iterable, got {brief_repr(batches)}")
-    stage = Stage(fn, depth, receive=receive, keep=keep)
-    source = iter(batches)
-    if isinstance(source, Batches):
-        source.add_stage(stage)
-        return source
-    return Prefetched(batches, source, stage)
+    source: Any = iter(batches)
+    if isinstance(source, Prefetch):
+        return source.followed_by(fn, depth, receive=receive, keep=keep)
+    if not isinstance(source, Batches | SeveralEpochs):
+        source = Held(batches, source)
+    return Prefetch(source, fn, depth, receive=receive, keep=keep)
 
 
-class Prefetched(Generic[B]):
-    """Iterator over batches of any iterable that a thread makes ready.
+class Work:
+    """A batch on its way through the thread, or an error in its place.
+
+    Attributes:
+        batch: what the functions are called on, in a list that the thread empties.
+        functions: called one after the other, each on what the one before has returned.
+        made: what a function raised, and what the last one returned; empty until then.
+        is_sent: whether the thread has it.
+    """
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]]) -> None:
+        self.batch: list[Any] = []
+        self.functions = functions
+        self.made: list[tuple[BaseException | None, Any]] = []
+        self.is_sent = False
+        # No future: what breaks in within one of its locks would leave that taken.
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def finish(self, error: BaseException | None, value: Any = None) -> None:
+        """Say what has come of the batch, if nobody has said so before."""
+        if not self.made:
+            self.made.append((error, value))
+        with suppress(RuntimeError):  # somebody has said so before
+            self._done.release()
+
+    def wait(self) -> None:
+        """Wait until it is made."""
+        while not self.made:
+            self._done.acquire()
+
+    def drop(self) -> None:
+        """Let go of the batch and of what was made of it: nobody will take it."""
+        self.batch.clear()
+        self.made[:] = [(RuntimeError(CLOSED), None)]
+        self.finish(None)
+
+
+class Source(Protocol):
+    """What batches are taken from ahead of the consumer."""
+
+    @property
+    def epoch(self) -> Any:
+        """What has in ``held`` what was taken, in order; the consumer's are removed from there.
+
+        Each has ``outcome``, ``error``, and ``work``. None: nothing was taken yet.
+        """
+
+    def __next__(self) -> Any: ...
+    def hold(self) -> None:
+        """Have what is taken from now on stand there."""
+
+    def is_ready(self) -> bool:
+        """Return whether the next can be taken without waiting."""
+
+    def as_given(self, outcome: Any) -> Any:
+        """Return a batch as the consumer is to have it."""
+
+    def giving(self, held: tuple[Any, ...]) -> None:
+        """Take note that the consumer is about to have a batch; ``held`` is what is held then."""
+
+    def state_dict(self) -> Any:
+        """Return the state as of what the consumer was given."""
+
+
+class Prefetch(Iterator[B], Generic[B]):
+    """Iterator over batches that a thread makes ready, see :func:`prefetch`.
+
+    Its thread ends with the batches, or when the iterator is collected, as it is after a loop that
+    was left early; ``with`` and :meth:`close` say when.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        fn: Callable[[Any], Any],
+        depth: int,
+        *,
+        receive: Callable[[Any], Any] | None = None,
+        keep: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._source = source
+        self._functions = [fn]
+        self._depth = depth
+        self._receive = receive
+        self._keep = keep
+        self._interrupts = Interrupts()
+        self._context = contextvars.copy_context()
+        self._process = forks.process
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._end: Any = None
+        self._is_closed = False
+        self._is_over = False  # whether the consumer was told that there is no more
+        source.hold()
+
+    __reduce__ = refuse_copies
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> B:
+        interrupts = self._interrupts
+        self._refuse_own_thread()
+        if interrupts.is_on:
+            raise ValueError(EXECUTING)
+        interrupts.is_on = True  # no call since the question: no thread has come in between
+        error: BaseException | None = None
+        held: tuple[Any, ...] = ()
+        try:
+            with interrupts:
+                held = () if self._is_over else self._take_ahead()
+                if held:
+                    rest = held[1:]
+                    outcome, error = self._received(held[0].work)
+                    self._check_usable()  # another thread may have closed it meanwhile
+                    if error is None:
+                        self._source.giving(rest)
+                else:
+                    self._end_thread()
+            if not held:
+                self._is_over = True
+                if self._source.epoch is not None:
+                    self._source.epoch.is_over = True
+                raise StopIteration
+            # Ctrl-C has come by here. No call behind this line: the batch is the consumer's.
+            self._source.epoch.held = rest
+            if error is not None:
+                raise error
+            return outcome  # type: ignore[no-any-return]
+        finally:
+            interrupts.is_on = False
+            held = ()
+            del error  # its traceback holds this frame
+
+    def state_dict(self) -> Any:
+        """Return the state of the loader as of the batch that the consumer was given last.
+
+        Raises:
+            TypeError: the batches are of none, and have no ``state_dict``.
+        """
+        return self._source.state_dict()
+
+    def close(self) -> None:
+        """End the thread, waiting for it for a moment, and drop what is ready.
+
+        Harmless when repeated.
+        """
+        self._is_closed = True
+        self._end_thread()
+        for each in self._held:
+            if each.work is not None:
+                each.work.drop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def followed_by(
+        self,
+        fn: Callable[[Any], Any],
+        depth: int,
+        *,
+        receive: Callable[[Any], Any] | None = None,
+        keep: Callable[[Any], Any] | None = None,
+    ) -> Self:
+        """Have the thread call another function behind its own. Return this."""
+        self._check_usable()
+        added = [each for each in (self._receive, keep, fn) if each is not None]
+        for each in self._held:
+            if each.work is not None:
+                each.work.wait()
+                (each.error, each.outcome) = each.work.made[0]
+                each.work = self._work(each.outcome, each.error, added)
+        self._functions = [*self._functions, *added]
+        self._depth = depth
+        self._receive = receive
+        return self
+
+    # --- ahead of the consumer
+
+    @property
+    def _held(self) -> tuple[Any, ...]:
+        epoch = self._source.epoch
+        return () if epoch is None else epoch.held
+
+    def _take_ahead(self) -> tuple[Any, ...]:
+        """Take what may be taken, have the thread work on it, and return all that is held."""
+        self._check_usable()
+        while not self._held or (len(self._held) <= self._depth and self._source.is_ready()):
+            before = self._held
+            try:
+                self._interrupts.let_through(next, self._source)
+            except StopIteration:
+                break
+            except Exception:
+                if self._held is before:  # it is none in the place of a batch
+                    raise
+        for each in self._held:
+            if each.work is None:
+                outcome = None if each.error else self._source.as_given(each.outcome)
+                work = self._work(outcome, each.error, self._functions, self._keep)
+                each.work = work
+                each.outcome = None
+            if not (each.work.is_sent or each.work.made):
+                self._start()
+                self._tasks.put(each.work)  # twice, if it is interrupted: the thread makes it once
+                each.work.is_sent = True
+        return self._held
+
+    def _work(
+        self,
+        batch: Any,
+        error: BaseException | None,
+        functions: Sequence[Callable[[Any], Any]],
+        keep: Callable[[Any], Any] | None = None,
+    ) -> Work:
+        """Return the work on a batch, which nobody else changes then."""
+        work = Work(functions)
+        if error is None:
+            try:
+                work.batch.append(batch if keep is None else keep(batch))
+                return work
+            except Exception as failure:  # of the user's batch: it takes its place
+                error = failure
+        without_frames(error)
+        work.finish(error)
+        return work
+
+    def _received(self, work: Work) -> tuple[Any, BaseException | None]:
+        """Wait; return the batch as it is handed over, or an error."""
+        self._interrupts.let_through(work.wait)
+        error, value = work.made[0]
+        if error is not None or self._receive is None:
+            return value, error
+        try:
+            return self._interrupts.let_through(self._receive, value), None
+        except Exception as failure:
+            return None, failure
+
+    # --- the thread
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._context.copy().run,
+                args=(_run, self._tasks),
+                name="minloader-prefetch",
+                daemon=True,
+            )
+            # Before it is started, or what breaks in then would leave it. At exit it runs before
+            # the loader's, which was made earlier.
+            self._end = weakref.finalize(self, _end, self._tasks, thread)
+            self._thread = thread
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _end_thread(self) -> None:
+        if self._end is not None:
+            self._end()
+
+    def _check_usable(self) -> None:
+        if self._process is not forks.process:
+            raise RuntimeError("the thread of this prefetch is in another process; make one here")
+        if self._is_closed:
+            raise RuntimeError(CLOSED)
+
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "the function that prefetch calls has asked the iterator for a batch, which waits "
+                "for that function: call next in the loop"
+            )
+
+
+class Held:
+    """Takes batches of any iterable ahead of the consumer, as an epoch does.
 
     Ctrl-C loses nothing, unless it comes within the code of the iterable.
 
     Args:
         batches: what was given; it may have a ``state_dict``.
-        source: iterator over it.
-        stage: has the thread.
+        iterator: over it.
     """
 
-    def __init__(self, batches: Any, source: Iterator[Any], stage: Stage) -> None:
-        self._source: Iterator[Any] | None = source
-        self._stage = stage
+    def __init__(self, batches: Any, iterator: Iterator[Any]) -> None:
+        self.held: tuple[Delivered, ...] = ()
+        self.is_over = False
         self._batches = batches
-        self._process = lifetimes.process
-        self._is_over = False  # whether the consumer was told that there is no more
-        self._taken: list[Any] = []  # a batch of the source that is not yet in ``_staged``
-        # The work on a batch, or an error of the source; and the state as of it.
-        self._staged: tuple[tuple[Work, Callable[[], Any]], ...] = ()
-        self._state = self._state_now()
+        self._iterator: Iterator[Any] | None = iterator
+        self._taken: list[Any] = []  # what is not yet held
+        self._state = self._state_now()  # as of what was taken last
+
+    @property
+    def epoch(self) -> Self:
+        return self
+
+    def hold(self) -> None:
+        """Nothing: it always does."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def as_given(self, outcome: Any) -> Any:
+        return outcome
+
+    def giving(self, held: tuple[Any, ...]) -> None:
+        """Take note that the consumer is about to have a batch: nothing."""
+
+    def __next__(self) -> None:
+        if self._iterator is None:
+            raise StopIteration
+        error: Exception | None = None
+        try:
+            if not self._taken:
+                self._taken.extend(map(next, repeat(self._iterator, 1)))
+        except Exception as failure:
+            error = failure
+        if not self._taken and error is None:
+            self._iterator = None
+            raise StopIteration
+        before = self._state
+        state = self._state_now()
+        taken = Delivered(None if error else self._taken[0], error, before)
+        held = (*self.held, taken)
+        nothing: list[Any] = []
+        # Without a call in between, and so without Ctrl-C.
+        self.held = held
+        self._state = state
+        self._taken = nothing
 
     def _state_now(self) -> Callable[[], Any]:
         """Return what gives the state as of now, or raises what asking for it has raised."""
@@ -137,80 +451,26 @@ class Prefetched(Generic[B]):
             return partial(_fail, error)
         return lambda: copy.deepcopy(state)
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> B:
-        if self._process is not lifetimes.process:
-            raise RuntimeError("the thread of this prefetch is in another process; make one here")
-        if self._is_over:
-            raise StopIteration
-        self._stage.refuse_own_thread()
-        self._stage.check_open()
-        while True:
-            self._stage.send([work for work, _ in self._staged])
-            if self._source is None or len(self._staged) > self._stage.depth:
-                break
-            self._take(self._source)
-        if not self._staged:
-            self._is_over = True
-            self._state = self._state_now()
-            self._stage.close()
-            raise StopIteration
-        work, state = self._staged[0]
-        outcome, error = self._stage.receive(work)
-        self._stage.check_open()  # another thread may have closed it meanwhile
-        rest = self._staged[1:]
-        # No call behind this line, so no Ctrl-C: the batch is the consumer's.
-        self._staged = rest
-        self._state = state
-        if error is None:
-            return outcome  # type: ignore[no-any-return]
-        try:
-            raise error
-        finally:
-            del error, work  # its traceback holds this frame
-
-    def _take(self, source: Iterator[Any]) -> None:
-        """Take a batch ahead of the consumer, or an error in its place."""
-        try:
-            if not self._taken:
-                self._taken.extend(map(next, repeat(source, 1)))
-            if not self._taken:
-                self._source = None
-                return
-            work = self._stage.work(self._taken[0])
-        except Exception as error:
-            without_frames(error)
-            work = self._stage.work(None, error)
-        staged = (*self._staged, (work, self._state_now()))
-        nothing: list[Any] = []
-        # Without a call in between, and so without Ctrl-C.
-        self._staged = staged
-        self._taken = nothing
-
     def state_dict(self) -> Any:
-        """Return the state of ``batches`` as of the batch that the consumer was given last.
+        held = self.held
+        return held[0].state() if held else self._state()
 
-        Raises:
-            TypeError: ``batches`` has no ``state_dict``.
-            Exception: what that raised.
-        """
-        return self._state()
 
-    def close(self) -> None:
-        """End the thread, waiting for it for a moment, and drop what is ready."""
-        self._stage.close()
-        self._source = None
-        for work, _ in self._staged:
-            work.drop()
-        self._staged = ()
+@dataclass(eq=False, slots=True, repr=False)
+class Delivered:
+    """A batch, or an error in its place, that was taken ahead of the consumer.
 
-    def __enter__(self) -> Self:
-        return self
+    Attributes:
+        outcome: the batch.
+        error: to be raised in its place; None: there is none.
+        state: returns the state as of what came before.
+        work: what is done with it.
+    """
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    outcome: Any
+    error: BaseException | None
+    state: Callable[[], Any]
+    work: Work | None = None
 
 
 def _no_state() -> Any:
@@ -225,3 +485,37 @@ def _fail(error: BaseException) -> Any:
         raise error
     finally:
         del error  # its traceback holds this frame
+
+
+# --- in the thread
+
+
+def _run(tasks: queue.SimpleQueue[Any]) -> None:
+    """Call the functions on each batch. Runs in the thread, which has none while it waits."""
+    while (work := tasks.get()) is not None:
+        with suppress(IndexError):  # it was made already, or is not wanted any more
+            batch = [work.batch.pop()]
+            error, value = _attempt(work.functions, batch)
+            work.finish(error, value)
+            del error, value
+        del work
+
+
+def _attempt(
+    functions: Sequence[Callable[[Any], Any]], batch: list[Any]
+) -> tuple[BaseException | None, Any]:
+    try:
+        for function in functions:
+            batch.append(function(batch.pop()))
+        return None, batch.pop()
+    except Exception as error:
+        return not_the_end(error, "fn"), None
+    except BaseException as error:  # SystemExit too: the consumer's to see
+        return error, None
+
+
+def _end(tasks: queue.SimpleQueue[Any], thread: threading.Thread) -> None:
+    """End the thread. Called from any thread."""
+    tasks.put(None)
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(GRACE)

@@ -289,16 +289,15 @@ def has_worked(loader: Any) -> bool:
     return False
 
 
-def is_broken(loader: Any) -> bool:
-    """Whether the workers of an executor died, and it is not removed yet."""
-    return any(executor.broken for executor in inspect(loader).executors)
-
-
 def losses(loader: Any) -> int:
-    """How many workers were lost. To ask removes broken executors whose workers are gone."""
-    for pool in inspect(loader).group.pools:
-        pool.end_broken()
+    """How many workers were lost, of executors that are buried by now."""
     return inspect(loader).group.replaced
+
+
+def have_come(batches: Any) -> bool:
+    """Whether a task of an iterator has come back, and was not looked at."""
+    tasks = [task for lane in batches.epoch.lanes for task in lane.tasks]
+    return any(task.ticket is not None and task.ticket.is_done for task in tasks)
 
 
 @contextmanager
@@ -432,13 +431,22 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+def turns_given_back() -> int:
+    """Gives back the turn to make batches in this process; how often this thread had taken it."""
+    times = 0
+    while seeds._lock._is_owned():
+        seeds._lock.release()
+        times += 1
+    return times
+
+
 @pytest.fixture(autouse=True)
 def turn_given_back() -> Iterator[None]:
     """After each test the turn to make batches in this process is nobody's, and waited for."""
     patience = seeds.patience
     yield
     seeds.patience = patience  # a busy machine may have used it up
-    assert not seeds._lock._is_owned()  # type: ignore[attr-defined]
+    assert turns_given_back() == 0
 
 
 @pytest.fixture(autouse=True)

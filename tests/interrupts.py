@@ -20,7 +20,11 @@ import minloader
 OURS = str(Path(minloader.__file__).parent)
 """Where the package lies: an interrupt comes there, and not in what it calls."""
 
-FEEDS = f"{OURS}/_epochs/feed.py"
+Within = str | tuple[str, ...]
+"""A folder, or files, of code."""
+
+READER = f"{OURS}/_sampling/reader.py"
+FEEDS = f"{OURS}/_epochs/feed.py", READER
 SHARD_FEEDS = f"{OURS}/_epochs/shard_feed.py"
 """What draws from samplers, and what makes the tasks of streams."""
 
@@ -74,7 +78,7 @@ def places(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outcome:
+def interrupted(call: Callable[[], Any], step: int, within: Within = OURS) -> Outcome:
     """Makes a call, in which a KeyboardInterrupt comes.
 
     Args:
@@ -120,7 +124,7 @@ def interrupted(call: Callable[[], Any], step: int, within: str = OURS) -> Outco
 
 
 def each_place(
-    stride: int, within: str = OURS, least: int = 20
+    stride: int, within: Within = OURS, least: int = 20
 ) -> Iterator[tuple[int, Callable[[Callable[[], Any]], Outcome]]]:
     """Gives places, and functions that make a call with Ctrl-C there, up to the end of the call.
 
@@ -142,7 +146,7 @@ def each_place(
             return
 
 
-def taken_through(batches: Iterator[Any], steps: Iterable[int], within: str = OURS) -> list[Any]:
+def taken_through(batches: Iterator[Any], steps: Iterable[int], within: Within = OURS) -> list[Any]:
     """Takes batches, and is interrupted again and again.
 
     Args:

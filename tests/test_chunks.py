@@ -25,7 +25,7 @@ from kinds import Reusing
 
 from minloader import SKIP, BatchError, Loader
 from minloader._diagnosis.inspect import inspect
-from minloader._epochs.feed import Feed
+from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.lane import CHUNK_BYTES, MAX_CHUNK
 from minloader._worker.messages import TaskMessage
 from minloader._worker.run import CHUNK_SECONDS
@@ -74,7 +74,7 @@ def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
 def epoch_of(loader: Loader, size: int = CHUNK) -> Any:
     """An epoch that has found out already that batches are quick."""
     epoch = iter(loader)
-    for lane in epoch.epochs[0].lanes:
+    for lane in epoch.epoch.lanes:
         lane._chunk = size
     return epoch
 
@@ -268,12 +268,12 @@ def test_a_slow_batch_in_a_chunk_changes_no_order(chunks):
 
 @away
 def test_slow_batches_end_the_chunks_at_once(make, monkeypatch):
-    draw = Feed.draw
+    draw = SamplerFeed.draw
 
-    def draw_all(self: Feed, task: Any, hold: Any, most: int, until: float) -> None:
+    def draw_all(self: SamplerFeed, task: Any, hold: Any, most: int, until: float) -> None:
         draw(self, task, hold, most, math.inf)  # a busy machine is no slow sampler
 
-    monkeypatch.setattr(Feed, "draw", draw_all)
+    monkeypatch.setattr(SamplerFeed, "draw", draw_all)
     sent: list[Any] = []
     loader = make(LateSlow(10, 40, 10 * CHUNK_SECONDS), range(40))
     record(loader, sent)

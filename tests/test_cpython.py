@@ -100,6 +100,7 @@ def test_no_other_module_touches_private_parts():
     assert "threading._register_atexit" in own
     (of_jax,) = found.pop("_memory/registered.py")
     assert "jax" in of_jax  # which has no public table of its nodes
+    assert found.pop("_memory/forks.py") == ["lock._at_fork_reinit"]  # as the library's own
     # Until 3.12 nothing public does in a fork what CPython does itself from 3.13 on.
     assert set(found.pop("_worker/start.py")) <= {"atexit._clear", "atexit._run_exitfuncs"}
     assert {path: texts for path, texts in found.items() if texts} == {}
@@ -184,12 +185,15 @@ import threading
 {before}
 from functools import partial
 import trouble
+from conftest import eventually
 from minloader import Loader
+from minloader._diagnosis.inspect import inspect
 def work(item):
     trouble.wait_until({go!r})
     trouble.note({calls!r}, item)
 loader = Loader(work, range(20), num_workers=1, prefetch_factor=8)
 batches = iter(loader)
+assert eventually(lambda: any(len(each.unfinished) == 8 for each in inspect(loader).executors))
 threading.Timer(0.1, lambda: open({go!r}, "w").close()).start()
 """
     counts = []

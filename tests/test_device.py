@@ -336,7 +336,7 @@ def test_the_source_is_let_go_in_the_consumers_thread():
 
 
 def test_closing_wakes_the_consumer(monkeypatch):
-    monkeypatch.setattr("minloader._epochs.stage.GRACE", 0.01)
+    monkeypatch.setattr("minloader._prefetch.GRACE", 0.01)
     gate = Gated()
     batches = prefetch(range(3), gate)
     found: list[Any] = []
@@ -676,21 +676,21 @@ def test_the_loader_may_be_asked_meanwhile():
             assert len(loader) == 300
 
 
-@pytest.mark.parametrize("ask", [Loader.state_dict, lambda loader: loader.skip(1)])
-def test_the_function_may_not_ask_where_the_consumer_is(options, ask):
-    """Who waits for it: it would wait for the consumer, for ever."""
+def test_the_function_may_ask_where_the_consumer_is_and_not_skip(options):
     with Loader(Squares(3), **options) as loader:
-        for error in outcomes(prefetch(loader, lambda _: ask(loader), 2)):
+        states = list(prefetch(loader, lambda _: loader.state_dict(), 2))
+        assert [state["epoch"] for state in states] == [0, 0, 0]
+        for error in outcomes(prefetch(loader, lambda _: loader.skip(1), 2)):
             assert isinstance(error, RuntimeError)
-            assert "call it in the loop" in str(error)
-        assert loader.state_dict()["epoch"] == 1
+            assert "skip is refused" in str(error)
+        assert loader.state_dict()["epoch"] == 2
 
 
 def test_the_function_may_not_ask_for_a_batch():
     for source in Loader(Squares(3), num_workers=0), range(3):
         with prefetch(source, lambda _: next(batches), 2) as batches:
             for _ in range(3):
-                with pytest.raises(RuntimeError, match="call it in the loop"):
+                with pytest.raises(RuntimeError, match="call next in the loop"):
                     next(batches)
             assert list(batches) == []
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from conftest import alive, eventually, in_a_fork, is_broken, making, outcomes, workers
-from helpers import Numbers, Squares, TwoArguments
+from conftest import alive, eventually, in_a_fork, losses, making, outcomes, workers
+from helpers import Lazily, Numbers, Squares, TwoArguments
 from trouble import (
     FailsToLoad,
     Frozen,
@@ -205,7 +205,7 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
         got = [next(batches) for _ in range(20)]
         os.kill(victim.pid, signal.SIGKILL)
         if end == "close":
-            assert eventually(lambda: is_broken(loader))
+            assert eventually(lambda: losses(loader))
             loader.close()
         else:
             assert got + list(batches) == [i * i for i in range(200)]
@@ -215,9 +215,12 @@ def test_a_death_beside_a_worker_that_ignores_sigterm(end):
 
 
 def test_foreign_executor_that_is_shut_down_is_named():
-    with ThreadPoolExecutor(1) as pool, Loader(abs, range(4), executor=pool) as loader:
+    with ThreadPoolExecutor(1) as pool, Loader(abs, Lazily(range(4)), executor=pool) as loader:
         batches = iter(loader)
         assert next(batches) == 0
+        tickets = [task.ticket for task in batches.epoch.lanes[0].tasks]  # type: ignore[attr-defined]
+        sent = [each for each in tickets if each is not None]  # the others have come back
+        assert eventually(lambda: all(each.is_done or each.future for each in sent))
         pool.shutdown()
         assert [next(batches), next(batches)] == [1, 2]  # were under way
         with pytest.raises(RuntimeError, match="cannot schedule new futures") as caught:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import random
 import re
 import shutil
 import signal
@@ -202,6 +203,23 @@ class Table:
     def __getitem__(self, index: int) -> Any:
         self.table[0] = index  # it may change its own
         return self.table[index : index + 3].copy(), os.getpid()
+
+
+def draw(item: int) -> float:
+    return random.random()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_worker_forked_from_the_loader_s_process_is_like_any_other():
+    """It has what the parent's threads work with, but seeds the global generators, as a process."""
+    with Loader(draw, range(4), num_workers=0, seed=0) as loader:
+        expected = list(loader)
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor,
+        Loader(draw, range(4), executor=executor, num_workers=1, seed=0) as loader,
+    ):
+        assert list(loader) == expected
 
 
 @pytest.fixture

@@ -260,32 +260,6 @@ def signals_of(index: int) -> tuple[list[int], bool, set[int]]:
     return handled, any(wakes), set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
 
-class Alarm(BaseException):
-    pass
-
-
-@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no such signals here")
-def test_no_signal_stays_blocked_after_an_alarm_while_a_worker_starts(monkeypatch):
-    real = signal.pthread_sigmask
-    alarms: list[Any] = []
-
-    def interrupted(how: Any, signals: Any) -> Any:
-        before = real(how, signals)
-        if how == signal.SIG_BLOCK and signals and not alarms:
-            alarms.append(signals)
-            raise Alarm  # as the handler of a signal that comes just then
-        return before
-
-    monkeypatch.setattr(signal, "pthread_sigmask", interrupted)
-    with Loader(abs, [0, 1], num_workers=1, mp_context="fork") as loader:
-        with pytest.raises(Alarm):
-            list(loader)
-        blocked = real(signal.SIG_BLOCK, [])
-        real(signal.SIG_UNBLOCK, blocked)
-        assert blocked == set()
-        assert list(loader) == [0, 1]
-
-
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="no such signals here")
 @variants("method", METHODS)
 def test_workers_have_none_of_the_scripts_handlers(method, server):

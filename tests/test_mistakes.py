@@ -11,14 +11,13 @@ import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import in_a_fork, making, printed_by, require
 from helpers import Echo, Faulty, Refuses, Squares
-from helpers import Numbers as Sharded
 from kinds import same
 from trouble import exits
 
@@ -53,30 +52,6 @@ def anywhere(request):
 # --- one iterator in several threads ---------------------------------------------------------
 
 
-def take_in_threads(batches: Any, threads: int = 4) -> list[list[Any]]:
-    """What each of some threads gets of one iterator, all of them in a hurry."""
-    taken: list[list[Any]] = [[] for _ in range(threads)]
-    begin = threading.Barrier(threads)
-
-    def take(mine: list[Any]) -> None:
-        begin.wait()
-        for batch in batches:
-            mine.append(batch)
-
-    consumers = [threading.Thread(target=take, args=(mine,), daemon=True) for mine in taken]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for consumer in consumers:
-            consumer.start()
-        for consumer in consumers:
-            consumer.join(250)
-            assert not consumer.is_alive()
-    finally:
-        sys.setswitchinterval(interval)
-    return taken
-
-
 class Numbers:
     """A stream without a state."""
 
@@ -87,24 +62,28 @@ class Numbers:
         return iter(range(self.n))
 
 
-@pytest.mark.parametrize(
-    ("source", "begin", "expected"),
-    [
-        ((Echo(), range(N)), iter, list(range(N))),
-        ((Echo(), range(9)), lambda it: it.epochs(3), [(e, n) for e in range(3) for n in range(9)]),
-        ((Sharded(N),), iter, list(range(N))),
-        ((Echo(), range(N)), lambda it: prefetch(it, abs, depth=8), list(range(N))),
-    ],
-    ids=["iter", "epochs", "a stream", "prefetch"],
-)
-def test_each_batch_goes_to_one_of_several_threads(source, begin, expected, anywhere):
-    loader = anywhere(*source)
-    batches = begin(loader)
-    taken = take_in_threads(batches)
-    assert sorted(chain(*taken)) == expected
-    assert all(mine == sorted(mine) for mine in taken)
-    assert loader.stats.batches == len(expected)
-    assert next(batches, "over") == "over"
+@pytest.mark.parametrize("begin", [iter, lambda it: prefetch(it, same)], ids=["iter", "prefetch"])
+def test_one_thread_at_a_time_takes_from_an_iterator(begin):
+    """As with a generator; others may take turns."""
+    is_making, gate = threading.Event(), threading.Event()
+
+    def make(item: int) -> int:
+        if item == 1:
+            is_making.set()
+            gate.wait()
+        return item
+
+    with Loader(make, range(4), num_workers=0) as loader:
+        batches = begin(loader)
+        taken: list[Any] = []
+        thread = threading.Thread(target=lambda: taken.extend(islice(batches, 2)))
+        thread.start()
+        is_making.wait()
+        with pytest.raises(ValueError, match="by another thread"):
+            next(batches)
+        gate.set()
+        thread.join()
+        assert taken + list(batches) == list(range(4))
 
 
 class Asking:
@@ -138,7 +117,7 @@ def test_an_iterator_cannot_be_asked_by_what_it_calls(make, rest):
     asking = Asking()
     asking.batches = batches = iter(make(asking))
     next(batches)
-    with pytest.raises(RuntimeError, match="call next in the loop only"):
+    with pytest.raises(ValueError, match="by what it calls itself"):
         next(batches)
     assert list(batches) == rest
 

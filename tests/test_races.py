@@ -19,25 +19,24 @@ from weakref import WeakSet
 
 import numpy as np
 import pytest
-from conftest import eventually, in_threads, printed_by
+from conftest import eventually, have_come, in_a_fork, in_threads, printed_by
 from helpers import Numbers
-from interrupts import at_each_step
+from interrupts import OURS, at_each_step
 
 from minloader import BatchSampler, Loader, get_worker_info
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.trace import Trace
-from minloader._epochs.epochs import Epochs
-from minloader._epochs.iterator import Batches
+from minloader._epochs.course import Course
 from minloader._insight.counters import Counters
-from minloader._memory import slot_writer, slots
+from minloader._memory import forks, slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
-from minloader._pools import foreign, threads
+from minloader._pools import environment, foreign, log_reader, processes, threads
 from minloader._pools.base import close_pools
 from minloader._pools.foreign import JobReference
 from minloader._pools.group import PoolGroup
-from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
+from minloader._pools.ticket import Bell
 from minloader._worker import seeds
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import Job, TaskMessage, WorkerInfo
@@ -78,7 +77,7 @@ def test_an_epoch_begins_while_a_state_is_taken():
     def call() -> None:
         states.append(kept[0].state_dict())
 
-    assert at_each_step(Epochs, call, lambda: kept.append(iter(kept[0])), prepare) > 50
+    assert at_each_step(Course, call, lambda: kept.append(iter(kept[0])), prepare) > 50
     with make() as loader:
         _, *expected = [list(loader) for _ in range(3)]
     for state in states:
@@ -105,20 +104,19 @@ def test_two_iterators_let_go_of_the_same_workers():
 
 
 def test_a_batch_that_comes_while_others_are_sent_is_not_waited_for(monkeypatch):
-    receive = Batches._receive
+    wait = Bell.wait
     may = threading.Event()
     kept: list[Any] = []
 
     def come() -> None:
         if not may.is_set():
             may.set()
-            assert eventually(kept[1].arrivals.qsize)
+            assert eventually(lambda: have_come(kept[1]))
 
-    def watched(self: Any, seconds: float = 0.0) -> bool:
-        if seconds:
-            come()
-            assert self.arrivals.qsize(), "it is here already"
-        return receive(self, seconds)
+    def watched(bell: Any) -> None:
+        come()
+        assert have_come(kept[1]), "it is here already"
+        wait(bell)
 
     def prepare() -> None:
         for loader in kept[:1]:
@@ -130,9 +128,9 @@ def test_a_batch_that_comes_while_others_are_sent_is_not_waited_for(monkeypatch)
     def call() -> None:
         assert next(kept[1]) == 7
 
-    monkeypatch.setattr(Batches, "_receive", watched)
+    monkeypatch.setattr(Bell, "wait", watched)
     try:
-        assert at_each_step(Batches, call, come, prepare, stride=5) > 50
+        assert at_each_step(f"{OURS}/_epochs", call, come, prepare, stride=19) > 50
     finally:
         kept[0].close()
 
@@ -309,6 +307,62 @@ def test_a_fork_waits_for_no_batch_of_its_parent(caplog):
         assert (status, future.result()) == (0, [True])
 
 
+LOCKS: dict[str, tuple[Any, str]] = {
+    "of a turn": (seeds, "_lock"),
+    "of the first use of random": (seeds, "_first_use_lock"),
+    "of the environment of a start": (environment, "_lock"),
+    "of a job of another process": (foreign, "_lock"),
+    "of what is shown": (log_reader, "_showing"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_of_a_module_is_free_in_a_fork(name):
+    """Whichever thread had it, or the one that forks itself, which lets go of it there, too."""
+    module, attribute = LOCKS[name]
+    lock = getattr(module, attribute)
+
+    def is_free() -> bool:
+        if not lock.acquire(timeout=10):
+            return False
+        lock.release()
+        with ThreadPoolExecutor(1) as thread:  # this one may have it still
+            return thread.submit(lock.acquire, timeout=10).result()
+
+    taken, released = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            released.wait()
+
+    with ThreadPoolExecutor(1) as thread:
+        future = thread.submit(hold)
+        taken.wait()
+        answer = in_a_fork(is_free)
+        released.set()
+        future.result()
+    assert answer == "True"
+
+    def let_go() -> bool:
+        lock.release()
+        return is_free()
+
+    with lock:
+        assert in_a_fork(let_go) == "True"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_no_pools_of_its_parent():
+    """Nor ends them when it exits."""
+    with Loader(abs, range(3), num_workers=1) as loader:
+        group = inspect(loader).group
+        kept = group.pools  # as an iterator that is under way does
+        assert len(kept) == 1
+        assert in_a_fork(lambda: (len(group._pools), len(processes._pools))) == "(0, 0)"
+
+
 # --- modules that another thread imports -------------------------------------------------------
 
 
@@ -395,9 +449,11 @@ def test_a_fork_while_loaders_are_made(two_slots):
     del memory
 
 
-def test_a_fork_lets_go_of_slots_while_loaders_are_made(two_slots):
-    slots.in_forked_child()
-    assert [each.lend() for each in two_slots] == [None, None]
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_lets_go_of_slots_while_loaders_are_made(two_slots, monkeypatch):
+    told = WeakSet(each for each in forks.told if each in two_slots)
+    monkeypatch.setattr(forks, "told", disturbed(told))
+    assert in_a_fork(lambda: [each.lend() for each in two_slots]) == "[None, None]"
 
 
 def test_pools_are_closed_while_others_are_made():
@@ -411,7 +467,7 @@ def test_pools_are_closed_while_others_are_made():
             pool.start()
 
 
-def test_a_pool_of_threads_is_closed_while_futures_go():
+def test_a_pool_of_threads_is_closed_while_tasks_are_done():
     begun, released = threading.Event(), threading.Event()
 
     def batch(item: int) -> None:
@@ -419,11 +475,11 @@ def test_a_pool_of_threads_is_closed_while_futures_go():
         released.wait()
 
     pool = ThreadPool(infos=[WorkerInfo(0, 1, 0, 0)], job=Job(batch, None, None, None))
-    futures = [pool.submit(TaskMessage(0, 0, [0, 1], id=number)) for number in (1, 2)]
+    tickets = [pool.submit(TaskMessage(0, 0, [0, 1], id=number), Bell()) for number in (1, 2)]
     assert begun.wait(60)
     pool.unfinished = disturbed(pool.unfinished)
-    pool.leave()
-    assert all(future.done() for future in futures)
+    pool.leave(time.monotonic())
+    assert all(ticket.is_done for ticket in tickets)
     released.set()
     pool.close()
 
@@ -432,27 +488,15 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
     with Loader(Numbers(100), num_workers=1, executor="thread") as loader:
         epochs = [iter(loader), iter(loader)]
         group = inspect(loader).group
-        group.iterators = disturbed(group.iterators)
+        group.epochs = disturbed(group.epochs)
         assert loader.stats.workers.in_flight > 0
-        group.iterators = disturbed(group.iterators)
+        group.epochs = disturbed(group.epochs)
         assert [next(each) for each in epochs] == [0, 0]
-        group.iterators = disturbed(group.iterators)
+        group.epochs = disturbed(group.epochs)
         group.tidy()
         counted = inspect(loader).counters
         counted.log.events = disturbed(counted.log.events)
         assert len(loader.stats.events) >= len(counted.log.events) > 1
-
-
-def test_the_collector_ends_a_pool_that_is_being_ended():
-    """In the same thread, which has the lock: before any instruction of it, as may be."""
-    with Loader(Numbers(8), num_workers=1) as loader:
-        (pool,) = inspect(loader).group.pools
-        assert isinstance(pool, ProcessPool)
-
-        def end() -> None:
-            pool.end(time.monotonic())
-
-        assert at_each_step(ProcessPool.end, end, end, pool._current) > 20
 
 
 @pytest.mark.parametrize("where", [Counters, Trace])

@@ -6,8 +6,9 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -603,7 +604,7 @@ def test_what_is_no_state_is_refused(kind):
             with pytest.raises(ValueError, match=rf"{name} must be|what was read of .* must be 3"):
                 sampler.load_state_dict(state | {name: nonsense})
     history = [["x"] * len(sampler._dealt_by) + [1]]
-    with pytest.raises(ValueError, match="world_size must be above 0, but in the state it is 'x'"):
+    with pytest.raises(TypeError, match="world_size must be an int, got 'x'"):
         sampler.load_state_dict(state | {"world_size_history": history})
     with pytest.raises(TypeError, match="allow must be names of arguments, got 5"):
         sampler.load_state_dict(state, allow=5)
@@ -650,7 +651,33 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value[key])
 
 
+TOO_LARGE = 2**31, 2**62, 2**63, 10**30
+WRONG = (None, "x", -1, 1.5, [], [0], {}, True, math.nan, math.inf, -(2**63), *TOO_LARGE, [None])
+"""What stands in a state that is damaged."""
+
+
+def histories(width: int) -> Iterator[Any]:
+    """What stands there in place of a ``world_size_history``."""
+    for at, wrong in product(range(width), WRONG):
+        for ranks in (1, 8):
+            part = [ranks] + [1] * (width - 1)
+            part[at] = wrong
+            yield [part]
+            yield [[1] * width, part]
+
+
+def distorted(right: Any) -> list[Any]:
+    """The same, a little longer or shorter, or with other parts."""
+    if isinstance(right, list):
+        parts = [[part] * len(right) for part in (None, math.nan, 2**63)]
+        return [right + right, right[:-1], [*right, None], *parts]
+    if isinstance(right, int):
+        return [right + 1, right + 1000, float(right)]
+    return []
+
+
 @every_kind
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("taken", [0, 2, 99])
 def test_a_damaged_state_is_refused_at_once_or_can_be_gone_on_from(kind, taken):
     lived = make(kind)
@@ -660,7 +687,8 @@ def test_a_damaged_state_is_refused_at_once_or_can_be_gone_on_from(kind, taken):
     refused = 0
     for within, key in list(places(state)):
         right = within[key]
-        for wrong in (None, "x", -1, 1.5, [], [0], {}):
+        more = histories(len(sampler._dealt_by) + 1) if key == "world_size_history" else ()
+        for wrong in (*WRONG, *distorted(right), *more):
             within[key] = wrong
             before = sampler.state_dict()
             try:
@@ -669,7 +697,9 @@ def test_a_damaged_state_is_refused_at_once_or_can_be_gone_on_from(kind, taken):
                 assert sampler.state_dict() == before
                 refused += 1
             else:
-                list(sampler)
+                deque(islice(sampler, 1000), 0)
+                with suppress(TypeError):  # not known beforehand
+                    len(sampler)
                 sampler = make(kind)
         within[key] = right
         if isinstance(within, dict):
@@ -678,6 +708,19 @@ def test_a_damaged_state_is_refused_at_once_or_can_be_gone_on_from(kind, taken):
                 sampler.load_state_dict(state)
             within[key] = right
     assert refused > 60
+
+
+@over_another
+@pytest.mark.timeout(60)
+def test_a_state_from_behind_the_end_of_what_is_read_is_refused(kind):
+    sampler = OVER[kind](Lazily(range(20)))
+    deque(islice(sampler, 2), 0)
+    state = plain(sampler.state_dict())
+    read = state["source"]["parts"][0][1] if kind == "mixture" else state["source"]
+    read[0] = 2**62
+    sampler.load_state_dict(state)
+    with pytest.raises(ValueError, match="does not fit: it is behind 4611686018427387904 items"):
+        next(iter(sampler))
 
 
 @every_kind

@@ -40,6 +40,34 @@ class Placed:
         return PlacedReading(self.n)
 
 
+class Refilled:
+    """Fills one object again and again, as decoders with ``out=`` do."""
+
+    def __init__(self, n: int, wrap: Any) -> None:
+        self.n, self.wrap = n, wrap
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = np.empty(3)
+        for number in range(self.n):
+            buffer[:] = number
+            yield self.wrap(buffer)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("wrap", [lambda array: array, lambda array: {"audio": array[1:]}])
+def test_an_object_that_is_filled_again_is_refused(wrap, workers):
+    """Also inside of another; as a copy it is welcome, and so is one that does not change."""
+    options: Any = {"num_workers": workers, "executor": "thread"}
+    loader = Loader(shuffled(Refilled(12, wrap), 4), **options)
+    with loader, pytest.raises(RuntimeError, match="yield a new object each time"):
+        next(iter(loader))
+    with Loader(shuffled(Refilled(12, np.copy), 4), **options) as loader:
+        assert sorted(int(batch[0]) for batch in loader) == list(range(12))
+    same = np.zeros(3)
+    with Loader(shuffled(Refilled(12, lambda array: same), 4), **options) as loader:
+        assert len(list(loader)) == 12
+
+
 class PlacedReading(Iterator[int]):
     read = 0  # by all of them
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import lists, outcomes, plain, require, variants, workers
-from helpers import Numbers, Refuses, StatefulIterator
+from helpers import Numbers, Refuses, StatefulIterator, StatefulNumbers
 from kinds import (
     IDIOMS,
     PASS,
@@ -31,7 +31,7 @@ from kinds import (
 from test_streams import in_turns
 
 from minloader import Loader, get_worker_info, shuffled
-from minloader._epochs import iterator, lane
+from minloader._epochs import epoch, lane
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -133,23 +133,22 @@ def test_more_shards_than_tasks_under_way(monkeypatch, num_workers):
     sent: list[int] = []
     waited: list[int] = []
     send = lane.Lane._send
-    receive = iterator.Batches._receive
+    wait = epoch.Epoch._wait
 
     def note_sent(self: Any, task: Any) -> None:
         sent.append(task.first)
         send(self, task)
 
-    def note_waited(self: Any, seconds: float = 0.0) -> bool:
-        if seconds:
-            waited.append(self.in_flight)
-        return receive(self, seconds)
+    def note_waited(self: Any) -> None:
+        waited.append(self.in_flight)
+        wait(self)
 
     options: dict[str, Any] = {"executor": "thread", "prefetch_factor": 1}
     with Loader(Steady(80), num_workers=8, **options) as loader:
         state = loader.state_dict()
         expected = list(loader)
     monkeypatch.setattr(lane.Lane, "_send", note_sent)
-    monkeypatch.setattr(iterator.Batches, "_receive", note_waited)
+    monkeypatch.setattr(epoch.Epoch, "_wait", note_waited)
     with Loader(Steady(80), num_workers=num_workers, **options) as loader:
         loader.load_state_dict(state)
         assert list(loader) == expected
@@ -182,6 +181,49 @@ def test_a_stream_that_reads_otherwise_again_is_refused(workers):
                 list(loader)
 
 
+@pytest.mark.parametrize(
+    ("way", "shards", "stream"),
+    [
+        ("inline", 1, Steady),
+        ("thread", 2, Steady),
+        ("process", 1, OwnOrder),
+        ("process", 2, StatefulNumbers),
+    ],
+)
+def test_two_iterators_in_turns_read_each_pass_once(way, shards, stream):
+    """As zip(loader, loader); in the first epoch, and behind one that both follow."""
+    options: Any = {"num_workers": 0} if way == "inline" else {"executor": way}
+    with Loader(stream(60), batch_size=2, **{"num_workers": shards, **options}) as loader:
+        for _ in range(2):
+            passes = zip(loader, loader, strict=True)
+            for given in zip(*passes, strict=True):
+                assert samples(given) == list(range(60))
+            assert samples(loader) == list(range(60))
+        assert loader.stats.errors.reread == 0
+
+
+def test_a_pass_that_was_left_is_closed_while_an_older_one_goes_on(tmp_path):
+    """With the next pass that begins."""
+
+    class Open:
+        def __iter__(self) -> Iterator[int]:
+            path = tmp_path / str(len(list(tmp_path.iterdir())))
+            path.touch()
+            try:
+                yield from range(1000)
+            finally:
+                path.rename(path.with_suffix(".closed"))
+
+    with Loader(Open(), num_workers=1, mp_context="fork") as loader:
+        older, left = iter(loader), iter(loader)
+        assert next(older) == next(left) == 0
+        del left
+        newest = iter(loader)
+        assert [next(older), next(newest), next(older)] == [1, 0, 2]
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"0", "1.closed", "2"}
+
+
 class Named(str):
     """A string, as numpy's are."""
 
@@ -190,6 +232,9 @@ FORMS: dict[str, Any] = {
     "another kind of string": lambda number: Named(number),
     "behind what is neither number nor string": lambda number: {"image": object(), "label": number},
 }
+
+
+OTHERS = r"other samples.*; or is the state that of another rank\?"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -203,7 +248,7 @@ def test_the_first_number_or_string_tells_streams_apart(form):
     for first in 0, 1:
         with Loader(stream(first), num_workers=1, executor="thread") as loader:
             loader.load_state_dict(state)
-            with pytest.raises(RuntimeError, match="other samples") if first else nullcontext():
+            with pytest.raises(RuntimeError, match=OTHERS) if first else nullcontext():
                 assert len(list(loader)) == 19
 
 
@@ -452,4 +497,4 @@ def test_a_stream_needs_few_descriptors_and_threads():
         threads = threading.active_count() - threads
         assert list(batches) == list(range(1, 60))
     assert files <= 16 * count
-    assert threads <= 3 * count
+    assert threads <= 4 * count

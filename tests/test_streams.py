@@ -9,7 +9,6 @@ import os
 import random
 from collections import deque
 from collections.abc import Iterator
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,6 @@ from helpers import (
     whereabouts,
     wide,
 )
-from interrupts import interrupted
 from kinds import OwnToldHowFar, ServesOnce
 
 from minloader import (
@@ -46,8 +44,9 @@ from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import Lane
 from minloader._epochs.position import NO_SOURCE_STATE, LanePosition, SourceState
 from minloader._epochs.shard_feed import ShardFeed
-from minloader._epochs.task import Shipment, Task
+from minloader._epochs.task import Task
 from minloader._memory.pickling import pack
+from minloader._pools.ticket import Bell, Ticket
 from minloader._sampling.seeding import generator
 from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
@@ -538,35 +537,22 @@ def test_a_worker_that_cannot_load_the_stream():
     assert all("the disk is not there" in str(error) for error in errors)
 
 
-def tell_of_end(order: tuple[int, ...], place: int) -> bool:
-    """Two tasks behind the end of a shard come back; says whether Ctrl-C came at a place."""
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_end_that_two_tasks_tell_of(order):
+    """Whichever worker was quicker: it is behind what there is, and so is the state."""
     feed = ShardFeed(shard=0, total=1, epoch=0, position=LanePosition(), follows=None)
     tasks = [Task(first=n, items=[0], source_state=NO_SOURCE_STATE) for n in range(2)]
-    feed.next_ordinal = 2
+    feed.next = 2
     lane = SimpleNamespace(tasks=deque(tasks))
     lane.drop_behind = functools.partial(Lane.drop_behind, lane)
     read = NOTHING_READ._replace(state="at its end")
     for task in tasks:
-        task.shipment = Shipment(task, SimpleQueue(), None)
-
-    def receive(task: Task) -> None:
-        if task.shipment is not None:  # it was not forgotten
-            feed.receive(task, Reply(0, 0, False, [], shard=read), lane)
-
-    reached = False
+        task.ticket = Ticket(Bell())
     for n in order:
-        if not reached:
-            reached = interrupted(functools.partial(receive, tasks[n]), place).reached
-        receive(tasks[n])  # as after Ctrl-C
-    assert (feed.is_ended, feed.next_ordinal) == (True, 0)
-    assert feed.source_state == SourceState(0, "at its end")
-    return reached
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_an_end_that_two_tasks_tell_of(order):
-    """Whichever worker was quicker: it is behind what there is, and so is the state."""
-    assert next(n for n in itertools.count() if not tell_of_end(order, n)) > 3
+        if tasks[n].ticket is not None:  # it was not forgotten
+            feed.receive(tasks[n], Reply(0, 0, False, [], shard=read), lane)
+    assert (feed.is_ended, feed.next) == (True, 0)
+    assert feed.known == SourceState(0, "at its end")
 
 
 @variants("method", [None, "fork", "spawn", "forkserver"], 2)

@@ -66,11 +66,11 @@ class Inspection:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._shared = loader._shared
-        self._epochs = loader._epochs
+        self._course = loader._course
         self.counters = self._shared.counters
         self.group = self._shared.group
         self.executor = self.group.factory.executor
-        self.shards = self._epochs.shards
+        self.shards = self._course.shards
 
     @property
     def options(self) -> Options:
@@ -84,7 +84,7 @@ class Inspection:
     @property
     def sampler_used_up(self) -> bool:
         """Whether the sampler is an iterator that has served its one epoch."""
-        return self._epochs.source.is_used_up
+        return self._course.source.is_used_up
 
     @property
     def own_generators(self) -> list[str]:

@@ -1,132 +1,168 @@
-"""An epoch: how far it was handed over, in lanes; and what is on its way to the consumer."""
+"""An epoch: whose turn it is, and what comes next. A position is the truth, the rest is a cache.
+
+::
+
+    fill: lane.draw ---> pool ---> wait ---> lane.ready ---> Delivery ---> the iterator's commit
+
+An epoch of a sampler has one lane, one of a stream a lane for each shard. The lanes take turns:
+next is the one that has delivered the fewest batches.
+
+Guarantees:
+
+* Batches come in the order of the sampler, or with ``in_order=False`` as they get ready.
+* At most ``prefetch_factor x num_workers`` tasks are under way.
+* What the sampler or a batch raises has a place among the batches, and what is behind it comes.
+* After anything that broke in, and may have torn a lane, the lanes are made again from the
+  position, as for a state that was loaded.
+"""
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from time import perf_counter
 from typing import Any
 
+from minloader._checks import counted
+from minloader._epochs import failures
 from minloader._epochs.failures import Losses
-from minloader._epochs.feed import Feed
-from minloader._epochs.lane import Lane
-from minloader._epochs.position import Position
+from minloader._epochs.feed import SamplerFeed, SamplerSource
+from minloader._epochs.interrupts import Interrupts
+from minloader._epochs.lane import MISSING, Lane
+from minloader._epochs.options import Shared
+from minloader._epochs.position import Ordinals, Position, deliver
 from minloader._epochs.shard_feed import ShardFeed
-from minloader._epochs.stage import Stage, Work
-from minloader._epochs.task import Task
-from minloader._worker import lifetimes
+from minloader._epochs.shard_watch import ShardWatch
+from minloader._epochs.task import Delivery, Task
+from minloader._errors import SKIP, BatchError
+from minloader._insight.timeline import track_of
+from minloader._memory import forks
+from minloader._pools.base import Pool
+from minloader._pools.ticket import Bell
+from minloader._sampling.reader import SourceState
+from minloader._worker.batch_maker import leave_out
+from minloader._worker.messages import Failure
+
+TURN = attrgetter("delivered")
+"""By which lanes take turns: the least comes first, and of equals the lowest number."""
+
+NEXT_UNSENT = attrgetter("next_unsent")
+
+BUILTIN = (list, tuple, range)
+"""Types of samplers that run no code of the user's when they are read."""
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Claim:
-    """A batch, or an error in its place, that an iterator has taken for a consumer.
+class Commit:
+    """What is stored when something is delivered, and what that is."""
 
-    Attributes:
-        lane: where it was taken from.
-        task: that it is of; None of an error of the sampler.
-        ordinal: its place in the lane; -1 likewise.
-        outcome: the batch.
-        error: to be raised in its place; None: there is none.
-    """
-
+    epoch: Epoch
     lane: Lane
-    task: Task | None
-    ordinal: int = -1
-    outcome: Any = None
-    error: BaseException | None = None
+    delivered: int
+    ahead: Ordinals
+    source_state: SourceState
+    next_error: Exception | None
+    held: tuple[Delivery, ...]
+    has_given: bool
+    batches: int
+    outcomes: list[Any]
+    n: int
+    delivery: Delivery
 
 
-@dataclass(eq=False, slots=True, repr=False)
-class Claims:
-    """What was taken and has not reached a consumer, as far as is known.
-
-    Attributes:
-        lock: held while a batch is taken, and while a position is read. Reentrant: another
-            loader's ``next`` may come in between.
-        process: where the lock is of use: in a fork a thread that is not there may hold it.
-        by_thread: on its way to a thread, by the thread's identity. If Ctrl-C comes meanwhile, the
-            thread is given it again.
-        staged: taken ahead of the consumer, each with the work on it in the stage, which then has
-            the batch or the error; in order.
-        stage: that batches are taken ahead for; None: there is none.
-        is_taking: whether a batch is being taken, so that code of the user's may run.
-        is_unsure: whether the last call was interrupted, so that what is under way must be made
-            sure of.
-    """
-
-    lock: Any = field(default_factory=threading.RLock)
-    process: object = field(default_factory=lambda: lifetimes.process)
-    by_thread: dict[int, Claim] = field(default_factory=dict)
-    staged: tuple[tuple[Claim, Work], ...] = ()
-    stage: Stage | None = None
-    is_taking: bool = False
-    is_unsure: bool = False
-
-    def get_lock(self) -> Any:
-        """Return the lock; in a fork one that nobody has.
-
-        Raises:
-            RuntimeError: this is the thread of the stage, and who waits for that may hold it.
-        """
-        if self.stage is not None:
-            self.stage.refuse_own_thread()
-        return self.lock if self.process is lifetimes.process else threading.RLock()
-
-    def go_on_here(self) -> None:
-        """Have a lock for this process, a fork, in which batches are taken from now on."""
-        self.is_taking = False
-        self.lock = threading.RLock()
-        self.process = lifetimes.process
-
-    def all(self) -> list[Claim]:
-        """Return all of them."""
-        claims = list(self.by_thread.values())
-        for claim, _ in self.staged:  # no generator: it takes its time with each batch
-            claims.append(claim)
-        return claims
-
-    def drop(self) -> None:
-        """Let go of the batches: nobody will take them. Their places remain, for the position."""
-        for claim in self.by_thread.values():
-            claim.outcome = None
-            claim.error = None
-        for _, work in self.staged:
-            work.drop()
+AT_HAND: Any = object()
+"""In place of a commit: the batch is at hand."""
 
 
-@dataclass(eq=False, repr=False)
 class Epoch:
-    """What of an epoch was handed over. It outlives the iterator.
+    """What of an epoch was delivered, and what is under way. It outlives the iterator.
+
+    Args:
+        shared: what all epochs of the loader share.
+        source: the sampler; of no use for a stream.
+        start: where it begins; its length is one that it must have.
+        interrupts: of the iterator.
+        follows: the numbers of the passes that were read to their end just before it, shard by
+            shard; empty: there are none.
 
     Attributes:
-        lanes: one of a sampler, or one for each shard of a stream.
+        number: of the epoch.
+        is_stream: whether it is of a stream.
+        lanes: one of a sampler, or one for each shard.
+        held: what was delivered to a wrapper, such as ``prefetch``, and not yet to the consumer.
         has_given: whether it has given a batch, or begins behind one; also once an error has said
             that it gave none.
-        is_one_of_several: whether the iterator goes through several epochs.
-        claims: of the iterator.
         losses: what has failed in it.
         left_out: how many of its batches failed and were left out.
-        is_over: whether the consumer was told that there are no more batches.
+        is_over: whether the consumer was told that there is no more.
         is_abandoned: whether the iterator is gone.
     """
 
-    lanes: list[Lane]
-    has_given: bool
-    is_one_of_several: bool
-    claims: Claims
-    losses: Losses
-    left_out: int = 0
-    is_over: bool = False
-    is_abandoned: bool = False
+    def __init__(
+        self,
+        shared: Shared,
+        source: SamplerSource,
+        start: Position,
+        interrupts: Interrupts,
+        follows: list[int | None],
+    ) -> None:
+        self.shared = shared
+        self.number = start.epoch
+        self.is_stream = start.is_stream
+        self.has_given = start.has_begun
+        self.left_out = 0
+        self.is_over = False
+        self.is_abandoned = False
+        self._generation = shared.generation
+        self._source = source
+        self._interrupts = interrupts
+        self._bell = Bell()
+        self._shard_watch: ShardWatch | None = None
+        self._is_held = False  # whether somebody takes batches ahead of the consumer
+        self._compares = False  # whether batches of shards are to be compared yet
+        self.losses = Losses(start.failed)
+        if start.failed:
+            # A state has those that were before it; here there may be others since.
+            errors = start.errors or shared.counters.last_errors
+            self.losses.recall(each for each in errors if each[0] == self.number)
+        self.begin_at(start, (), follows)
+        if self.is_stream:
+            compares = not self.has_given
+            self._shard_watch = ShardWatch(len(self.lanes), shared, compares=compares)
+            self._compares = not self._shard_watch.is_done
 
-    @property
-    def number(self) -> int:
-        """Number of the epoch."""
-        return self.lanes[0].feed.epoch
+    def begin_at(
+        self, position: Position, held: tuple[Delivery, ...], follows: list[int | None]
+    ) -> None:
+        """Begin at a position, whatever is under way."""
+        lanes = []
+        total = len(position.lanes)
+        for number, start in enumerate(position.lanes):
+            feed: SamplerFeed | ShardFeed
+            call: Callable[..., Any] = self._interrupts.let_through
+            if self.is_stream:
+                former = follows[number] if follows else None
+                feed = ShardFeed(number, total, self.number, start, former, self.shared.passes)
+                self.shared.passes.add(feed)
+            else:
+                feed = SamplerFeed(self._source, self.number, start, length=position.length)
+                if type(self._source.items) in BUILTIN and self.shared.group.num_workers:
+                    call = operator.call
+            lanes.append(Lane(number, self.shared, feed, start, self._bell, call))
+        # Without a call in between.
+        self.lanes = lanes
+        self._open = lanes
+        self.held = held
 
-    @property
-    def is_stream(self) -> bool:
-        """Whether it is of a stream."""
-        return isinstance(self.lanes[0].feed, ShardFeed)
+    def begin_again(self) -> None:
+        """Make the lanes again: something that broke in may have torn them."""
+        position = self._position(())
+        self._leave_lanes()
+        self.begin_at(position, self.held, [])
+
+    # --- where it is
 
     @property
     def is_under_way(self) -> bool:
@@ -134,42 +170,37 @@ class Epoch:
         return not (self.is_abandoned or self.is_over)
 
     @property
-    def is_in_loop(self) -> bool:
-        """Whether a loop goes through this epoch and others, as far as Ctrl-C has not ended it."""
-        return self.is_one_of_several and self.is_under_way and not self.claims.is_unsure
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether the iterator has taken all that there is."""
-        return all(lane.is_taken for lane in self.lanes)
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether all that there is was drawn."""
-        return all(lane.feed.is_ended and lane.feed.error is None for lane in self.lanes)
-
-    @property
-    def drew_nothing(self) -> bool:
-        """Whether nothing was drawn so far."""
-        return not any(lane.feed.next_ordinal for lane in self.lanes)
-
-    @property
     def length(self) -> int | None:
         """Number of batches of the epoch; None if it is not known."""
         feed = self.lanes[0].feed
-        return feed.length if isinstance(feed, Feed) else None
+        return feed.length if isinstance(feed, SamplerFeed) else None
+
+    @property
+    def pools(self) -> list[Pool]:
+        """Where its batches are made now."""
+        return [lane.pool for lane in self.lanes] if self.is_under_way else []
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks under way."""
+        return 0 if self.is_abandoned else sum([len(lane.tasks) for lane in self.lanes])
 
     def position(self) -> Position:
-        """Return what of the epoch was handed over."""
-        on_the_way = self.claims.all()
+        """Return what the consumer was given. Any thread may ask, whatever is done meanwhile."""
+        while True:
+            lanes = self.lanes
+            held = self.held
+            delivered = [(lane.delivered, lane.ahead) for lane in lanes]
+            position = self._position(held)
+            is_same = lanes is self.lanes and held is self.held
+            if is_same and delivered == [(lane.delivered, lane.ahead) for lane in lanes]:
+                return position
+
+    def _position(self, held: tuple[Delivery, ...]) -> Position:
         lanes = []
         for lane in self.lanes:
-            ordinals = [
-                claim.ordinal
-                for claim in on_the_way
-                if claim.lane is lane and claim.task is not None  # not of another epoch, no error
-            ]
-            lanes.append(lane.position(tuple(ordinals)))
+            mine = [(each.task, each.ordinal) for each in held if each.lane == lane.number]
+            lanes.append(lane.position(mine))
         return Position(
             epoch=self.number,
             lanes=lanes,
@@ -178,22 +209,345 @@ class Epoch:
             failed=self.losses.count,
         )
 
-    def skip(self, n: int) -> None:
-        """Leave out the next batches, up to the end, or to an error of the sampler."""
-        self.recover()
-        self.claims.is_unsure = True
-        self.lanes[0].skip(n)
-        self.claims.is_unsure = False
+    def following(self, number: int) -> Position:
+        """Return where an epoch begins behind this one, be it over or left."""
+        lanes = [lane.feed.following(is_abandoned=not self.is_over) for lane in self.lanes]
+        return Position(epoch=number, lanes=lanes, is_stream=self.is_stream)
 
-    def recover(self) -> None:
-        """Do again what the last call has left undone, if an interrupt has ended that."""
-        if self.claims.is_unsure:
-            for lane in self.lanes:
-                lane.recover()
+    def passes_to_follow(self) -> list[int | None]:
+        """Return the passes that the next epoch's may go on from with the same copies."""
+        return [lane.feed.pass_to_follow for lane in self.lanes] if self.is_over else []
+
+    def skip(self, n: int) -> None:
+        """Leave out the next batches.
+
+        Raises:
+            RuntimeError: somebody takes batches ahead of the consumer, or takes one now.
+        """
+        if self._interrupts.is_on:
+            raise RuntimeError(
+                "skip is refused while a batch is taken, whose place is still open: "
+                "on_error may return minloader.SKIP for it; skip others in the loop"
+            )
+        if self._is_held:
+            raise RuntimeError(
+                "skip is refused while prefetch, or pin_memory, takes batches ahead of "
+                "you: call it before that begins, or after "
+                "loader.load_state_dict(loader.state_dict()), and then begin another"
+            )
+        (lane,) = self.lanes
+        position = self.position().skipped(n).lanes[0]
+        # Without a call in between.
+        lane.delivered = position.given
+        lane.ahead = position.ahead
+        lane.forget_delivered()
 
     def leave(self) -> None:
         """Forget what is under way: the iterator is gone."""
         self.is_abandoned = True
+        self._leave_lanes()
+        for each in self.held:
+            each.drop()
+
+    def _leave_lanes(self) -> None:
         for lane in self.lanes:
+            self.shared.passes.discard(lane.feed)
             lane.leave()
-        self.claims.drop()
+
+    # --- what comes next
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether what comes next can be taken without waiting for a worker."""
+        if self.shared.is_closed or not self.in_flight:
+            return True  # an error; or it is made in this thread, or there is no more
+        lanes = [lane for lane in self.lanes if not lane.is_over]
+        lanes.sort(key=TURN)
+        may_be_next = lanes[:1] if self.shared.options.in_order else lanes
+        return not lanes or any(lane.has_come for lane in may_be_next)
+
+    def at_hand(self, process: object) -> tuple[Lane, Any]:
+        """Return the lane whose turn it is, and its next batch; MISSING if there is more to do.
+
+        Args:
+            process: in which the iterator was begun.
+        """
+        lanes = self._open  # those that were not over when that was asked last
+        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=TURN)
+        if (
+            self._compares
+            or self._generation != self.shared.generation
+            or process is not forks.process
+        ):
+            return lane, MISSING
+        return lane, lane.at_hand()
+
+    def take(self, *, holds: bool, is_plain: bool) -> Commit | None:
+        """Return what is to be stored when the next batch is delivered; None at the end.
+
+        Args:
+            holds: whether it is delivered to somebody ahead of the consumer.
+            is_plain: whether nothing is done with it but to hand it over. If it is at hand then,
+                that is all that is returned.
+        """
+        self._is_held = holds
+        while True:
+            lane = self._next_lane()
+            if lane is None:
+                delivery = self._last_error()
+                if delivery is None:
+                    return None
+                return self._commit(self.lanes[0], delivery, holds=holds, is_last=True)
+            if lane.is_at_error:
+                delivery = self._no_batch(lane, lane.feed.error)
+                return self._commit(lane, delivery, holds=holds)
+            may_be_at_hand = is_plain and not self._compares
+            if may_be_at_hand and lane is min(self._open, key=TURN) and lane.is_at_hand:
+                return AT_HAND  # type: ignore[no-any-return]
+            delivery = self._delivery(lane)
+            if delivery.error is not None or delivery.outcome is not SKIP:
+                return self._commit(lane, delivery, holds=holds)
+            delivered, ahead = deliver(lane.delivered, lane.ahead, delivery.ordinal)
+            self.shared.counters.errors.skipped += 1
+            self.left_out += delivery.has_failed
+            # Without a call in between.
+            lane.delivered = delivered
+            lane.ahead = ahead
+
+    def _no_batch(self, lane: Lane, error: BaseException | None) -> Delivery:
+        """Return an error that has a place between two batches."""
+        feed = lane.feed
+        check = feed.check_at(lane.delivered, None)
+        place = Task(lane.delivered, [], feed.known, check)
+        return Delivery(lane.number, place, -1, error=error)
+
+    def _last_error(self) -> Delivery | None:
+        """Return an error, once, if the epoch has ended and gave no batch since all failed."""
+        if self.has_given or not self.left_out:
+            return None
+        text = (
+            f"nothing is left of epoch {self.number}, of which "
+            f"{counted(self.left_out, 'batch')} failed; look at the errors in "
+            "the log, and at the storage that the dataset reads from"
+        )
+        return self._no_batch(self.lanes[0], BatchError(text, epoch=self.number))
+
+    def _commit(
+        self, lane: Lane, delivery: Delivery, *, holds: bool, is_last: bool = False
+    ) -> Commit:
+        feed = lane.feed
+        reply = delivery.task.reply
+        is_batch = delivery.ordinal >= 0
+        delivered = lane.delivered
+        ahead = lane.ahead
+        source_state = feed.known
+        if is_batch:
+            delivered, ahead = deliver(delivered, ahead, delivery.ordinal)
+        elif isinstance(feed, SamplerFeed):
+            source_state = feed.state_behind_error()
+        return Commit(
+            epoch=self,
+            lane=lane,
+            delivered=delivered,
+            ahead=ahead,
+            source_state=source_state,
+            next_error=feed.error if is_batch else None,
+            held=(*self.held, delivery) if holds else self.held,
+            has_given=self.has_given or is_last or delivery.error is None,
+            batches=int(delivery.error is None and not holds),
+            outcomes=reply.outcomes if is_batch and reply is not None else [None],
+            n=delivery.ordinal - delivery.task.first if is_batch else 0,
+            delivery=delivery,
+        )
+
+    def _delivery(self, lane: Lane) -> Delivery:
+        task = lane.current
+        assert task is not None
+        reply = task.reply
+        assert reply is not None
+        ordinal = lane.next_in(task)
+        n = ordinal - task.first
+        known = reply.outcomes[n]
+        if type(known) is Delivery:
+            return known  # its failures were counted, and on_error was asked
+        delivery = Delivery(lane.number, task, ordinal, task.unpack(n))
+        samples = [(sample, text) for batch, sample, text in reply.failed if batch == n]
+        for number, (sample, text) in enumerate(samples):
+            delivery.error = self._count_failure(lane, ordinal, sample, text, number)
+            if self.shared.job.options.on_sample_error is leave_out:
+                failures.report_left_out(sample, lane.ordinal_in_epoch(ordinal), text)
+        delivery.has_failed = bool(samples)
+        if type(delivery.outcome) is Failure:
+            delivery.has_failed = True
+            self._handle(lane, delivery, len(samples))
+        if delivery.error is not None:
+            delivery.outcome = None
+        if delivery.has_failed:
+            reply.outcomes[n] = delivery
+        elif self._compares and delivery.outcome is not SKIP:
+            assert self._shard_watch is not None
+            self._shard_watch.compare(lane, delivery.outcome)
+            self._compares = not self._shard_watch.is_done
+        return delivery
+
+    def _handle(self, lane: Lane, delivery: Delivery, number: int) -> None:
+        """Do with a failed batch what ``on_error`` says: it says what takes its place.
+
+        Args:
+            lane: that it is of.
+            delivery: the batch.
+            number: how many samples of it are known to have failed before.
+        """
+        shared = self.shared
+        failure = delivery.outcome
+        task = delivery.task
+        ordinal = lane.ordinal_in_epoch(delivery.ordinal)
+        reply = task.reply
+        assert reply is not None
+        where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
+        labels = {"batch": ordinal, "epoch": self.number, "error": failure.summary}
+        shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
+        if not failure.fatal:
+            sample = failure.sample
+            summary = failure.summary
+            excess = self._count_failure(lane, delivery.ordinal, sample, summary, number)
+            if excess is not None:
+                delivery.error = excess
+                return
+        try:
+            delivery.outcome, delivery.error = self._interrupts.let_through(
+                failures.handle,
+                failure,
+                ordinal,
+                self.number,
+                task.item(delivery.ordinal - task.first),
+                reply.worker,
+                reply.pid,
+                shared.options.on_error,
+            )
+        except Exception as error:  # of the user's function: it takes the place of the batch
+            delivery.error = error
+
+    def _count_failure(
+        self, lane: Lane, ordinal: int, sample: Any, text: str, number: int
+    ) -> BatchError | None:
+        """Count what has failed; return an error if that is too many.
+
+        Args:
+            lane: that the batch is of.
+            ordinal: of the batch in the lane.
+            sample: its index, in a tuple, maybe packed; or that is empty.
+            text: the error.
+            number: of the error among those of the batch.
+        """
+        index = (failures.unpacked(sample) or (None,))[0]
+        ordinal = lane.ordinal_in_epoch(ordinal)
+        self.shared.counters.fail(self.number, ordinal, index, text)
+        self.losses.add(ordinal, index, number)
+        most = self.shared.options.max_errors
+        if most is None or self.losses.count <= most:
+            return None
+        text = failures.too_many(self.shared.counters, self.losses, self.number, most)
+        return BatchError(text, ordinal=ordinal, epoch=self.number, sample=index)
+
+    # --- whose turn it is
+
+    def _next_lane(self) -> Lane | None:
+        """Return the lane that has what comes next, as soon as it is here; None at the end.
+
+        What is here is a batch of the lane's current task, or an error of the sampler.
+        """
+        lane = self.lanes[0]
+        if len(self.lanes) == 1 and lane.is_within_task:
+            return lane
+        begin = perf_counter()
+        try:
+            return self._wait_for_lane()
+        finally:
+            self.shared.counters.count_task_wait(begin)
+
+    def _wait_for_lane(self) -> Lane | None:
+        has_grown = False
+        while True:
+            if self.shared.is_closed:
+                self.shared.check_open()
+            lanes = [lane for lane in self.lanes if not lane.is_over]
+            if not lanes:
+                if self._shard_watch is not None:
+                    self._shard_watch.count_empty(self.lanes)
+                return None
+            self._open = lanes
+            if len(lanes) > 1:
+                lanes = sorted(lanes, key=TURN)
+            may_be_next = lanes[:1] if self.shared.options.in_order else lanes
+            for lane in may_be_next:
+                former = lane.current
+                if lane.ready():
+                    if lane.current is not former:
+                        self.fill()  # before the consumer gets to work
+                    return lane
+                if lane.is_at_error:
+                    return lane
+            if self._send_next(lanes[0]):
+                continue
+            if lanes[0].is_over or lanes[0].is_at_error:
+                continue  # the sampler, just asked for more, has ended or failed
+            if not has_grown:
+                for lane in may_be_next:
+                    lane.grow()
+                has_grown = True
+            self._wait()
+
+    def _wait(self) -> None:
+        self._interrupts.let_through(self._bell.wait)
+        for lane in self.lanes:
+            lane.receive_all()
+
+    # --- down
+
+    def _send_next(self, lane: Lane) -> bool:
+        """Have the next batch under way, and others. Return whether any was sent.
+
+        The next one is sent even where :meth:`fill` has no room, since the consumer waits for it.
+        With ``num_workers=0`` there never is room, and this is what makes a batch.
+        """
+        is_sent = False
+        if not lane.tasks or lane.tasks[0].is_unsent:
+            is_sent = lane.send_more()
+        return self.fill() or is_sent
+
+    def fill(self) -> bool:
+        """Have as many tasks under way as may be. Return whether any was sent."""
+        room = self.shared.group.max_in_flight - self.in_flight
+        has_moved = False
+        while room > 0 and self._send_one():
+            has_moved = True
+            room -= 1
+        return has_moved
+
+    def _send_one(self) -> bool:
+        """Send a task. Return whether there was any."""
+        lanes = self.lanes
+        if len(lanes) > 1:  # in the order in which they are taken from, if there is one
+            key: Any = _by_work
+            if self.shared.options.in_order:
+                key = NEXT_UNSENT
+            lanes = sorted(lanes, key=key)
+        return any(lane.send_more() for lane in lanes)
+
+    def check_may_go_on(self) -> None:
+        """Raise what forbids to go on.
+
+        Raises:
+            RuntimeError: the loader is closed, or another state was loaded.
+        """
+        if self._generation != self.shared.generation:
+            self.shared.check_open()
+            raise RuntimeError(
+                "load_state_dict was called after this iterator was begun; call iter(loader) to "
+                "continue from that state"
+            )
+
+
+def _by_work(lane: Lane) -> tuple[int, int]:
+    return len(lane.tasks), lane.delivered

@@ -17,7 +17,7 @@ from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback,
 from minloader._insight.counters import ERRORS_KEPT, Counters, plain
 from minloader._insight.stats import Failed
 from minloader._memory import pickling
-from minloader._pools.base import Death
+from minloader._pools.ticket import Death
 from minloader._worker.messages import Failure
 
 logger = logging.getLogger("minloader")

@@ -2,15 +2,14 @@
 
 ::
 
-    draw() ---> tasks [ given, given, to give | received | sent | sent | not sent ]
-                            |                     |         |
-                            |                     |         `-- lost: in pieces, in its place
-                            |                     `-- cut short: the rest is sent, in its place
-                            `--> the consumer
+    draw() ---> tasks [ received | sent | sent | not sent ] ---> current, of which the consumer
+                                    |         |                  has a part
+                                    |         `-- lost: in pieces, in its place
+                                    `-- cut short: the rest is sent, in its place
 
-A sampler has one lane, a stream one for each shard. How many batches were handed over is the truth.
-The tasks are a cache, and in the order of their ordinals. Where tasks change places, another deque
-takes the place of this one, in one assignment.
+A sampler has one lane, a stream one for each shard. How many batches were delivered is the truth.
+The tasks are a cache, in the order of their ordinals: a lane that may have been torn by something
+that broke in is thrown away, and another one is made from its position.
 
 Nothing here knows the iterator or the loader, so that these end when they are let go of.
 """
@@ -19,25 +18,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections import deque
-from concurrent.futures import BrokenExecutor
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 from minloader._checks import snapshot
 from minloader._epochs import lost
-from minloader._epochs.feed import Feed
+from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
-from minloader._epochs.position import LanePosition, Range
+from minloader._epochs.position import LanePosition, take_back
 from minloader._epochs.shard_feed import ShardFeed
-from minloader._epochs.task import Arrivals, Shipment, Task
+from minloader._epochs.task import Delivery, Task
+from minloader._errors import SKIP
 from minloader._insight.workers import too_large
-from minloader._memory.files import interrupts_held
-from minloader._memory.limits import remedy
 from minloader._memory.pickling import pack
 from minloader._pools.base import Pool
-from minloader._worker.messages import Reply, TaskMessage, ordinal_in_epoch
+from minloader._pools.ticket import Bell, Ticket
+from minloader._worker.messages import Failure, Reply, TaskMessage, ordinal_in_epoch
 from minloader._worker.run import CHUNK_SECONDS
 
 logger = logging.getLogger("minloader")
@@ -48,42 +46,59 @@ MAX_CHUNK = 1024
 MAX_SHARD_CHUNK = 64
 """Most batches in a task of a shard, which is not cut short where they turn out to be slow."""
 
+MAX_AHEAD = 1000
+"""Most batches that are delivered before their turn. No more are drawn before the one that they
+have overtaken has come."""
+
 CHUNK_BYTES = 512 * 1024
 """Most bytes that the batches of a task of several should have: one of them that is kept keeps the
 memory of all."""
+
+MISSING: Final = object()
+"""In place of a batch: it is not at hand."""
+
+NO_BATCH = (Failure, Delivery, type(SKIP))
+"""Types of outcomes that are more work than to hand them over."""
 
 
 class Lane:
     """The tasks of a sampler, or of a shard of a stream.
 
     Args:
+        number: of the lane in its epoch.
         shared: what all epochs of the loader share.
-        feed: what tasks are made of, from the ordinal on where the epoch begins.
-        ahead: what was handed over before its turn.
-        arrivals: where tasks are put that have come back.
+        feed: what tasks are made of.
+        start: where it begins.
+        bell: rung when a task is done.
+        call: calls a function that runs the user's code; see :meth:`Interrupts.let_through`.
 
     Attributes:
-        taken: how many batches the iterator has taken, without a gap: each was handed over, or is
-            on its way to the consumer.
-        ahead: those after these that it has taken before their turn.
-        tasks: what is not handed over, as far as it was drawn.
+        delivered: how many batches were, without a gap.
+        ahead: ordinals of those that were delivered before their turn.
+        current: the task that is being delivered, or was last.
+        tasks: those that the consumer has not come to, oldest first, also if they have come back.
         pool: where the tasks are.
     """
 
     def __init__(
         self,
+        number: int,
         shared: Shared,
-        feed: Feed | ShardFeed,
-        *,
-        ahead: tuple[Range, ...],
-        arrivals: Arrivals,
+        feed: SamplerFeed | ShardFeed,
+        start: LanePosition,
+        bell: Bell,
+        call: Callable[..., Any],
     ) -> None:
+        self.number = number
         self.shared = shared
         self.feed = feed
-        self.taken = feed.next_ordinal
-        self.ahead = ahead
+        self.delivered = start.given
+        self.ahead = start.ahead
+        self.current: Task | None = None
         self.tasks: deque[Task] = deque()
-        self._arrivals = arrivals
+        self._drawn: Task | None = None  # not among these yet
+        self._bell = bell
+        self._call = call
         self._max_chunk = self._find_max_chunk()
         self._chunk = 1  # how many batches the next task is to have
         max_in_flight = -(-shared.group.max_in_flight // feed.total)
@@ -111,38 +126,49 @@ class Lane:
         self.pool.forgive_failed_starts()
 
     @property
-    def in_flight(self) -> int:
-        """How many tasks were drawn that the consumer has not come to, also those received."""
-        return sum([not task.is_begun for task in snapshot(self.tasks)])
+    def is_within_task(self) -> bool:
+        """Whether the current task has more to deliver."""
+        current = self.current
+        return current is not None and self.next_in(current) < current.stop
 
     @property
-    def is_taken(self) -> bool:
-        """Whether the iterator has taken all that there is."""
+    def is_exhausted(self) -> bool:
+        """Whether all that was drawn was delivered."""
+        return not self.tasks and not self.is_within_task
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that there is was delivered."""
         feed = self.feed
-        return feed.is_ended and feed.error is None and self.head is None
+        return feed.is_ended and feed.error is None and self.is_exhausted
 
     @property
     def is_at_error(self) -> bool:
         """Whether an error of the sampler comes next."""
-        return self.feed.error is not None and self.head is None
+        return self.feed.error is not None and self.is_exhausted
 
-    def position(self, on_the_way: tuple[int, ...] = ()) -> LanePosition:
-        """Return how far batches were handed over.
+    def position(self, held: Sequence[tuple[Task, int]] = ()) -> LanePosition:
+        """Return how far batches were delivered.
 
         Args:
-            on_the_way: ordinals of those that were taken, and have not reached the consumer.
+            held: those that were, but not to the consumer: the task of each, and its ordinal.
         """
         feed = self.feed
-        handed_over = LanePosition(given=self.taken, ahead=self.ahead).without(on_the_way)
-        given = handed_over.given
-        head = next((task for task in self.tasks if task.stop > given), None)
-        source_state = feed.source_state if head is None else head.source_state
-        check = feed.check_at(given, head)
+        ordinals = [ordinal for _, ordinal in held if ordinal >= 0]
+        delivered, ahead = take_back(self.delivered, self.ahead, ordinals)
+        known = [task for task, _ in held]
+        drawing = feed.drawing if isinstance(feed, SamplerFeed) else None
+        known += [task for task in (self.current, drawing, self._drawn) if task is not None]
+        known += snapshot(self.tasks)
+        # What has no items has the place of an error.
+        left = [task for task in known if task.stop > delivered or not task.items]
+        head = min(left, key=_first, default=None)
+        check = feed.check_at(delivered, head) if head is None or head.items else head.check
         is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_ended
         return LanePosition(
-            given=given,
-            ahead=handed_over.ahead,
-            source_state=source_state,
+            given=delivered,
+            ahead=ahead,
+            source_state=feed.known if head is None else head.source_state,
             check=check,
             beginning=feed.beginning,
             is_ended=is_ended,
@@ -154,7 +180,7 @@ class Lane:
     def send_more(self) -> bool:
         """Send a task that waits for it, or else draw another. Return whether there was any."""
         if self._newest_pool() is not self.pool:
-            if any(task.shipment is not None for task in self.tasks):
+            if any(task.ticket is not None for task in self.tasks):
                 return False  # first they come from where they are
             self._adopt()
         unsent = self._unsent
@@ -163,47 +189,70 @@ class Lane:
         if unsent is None:
             return False
         self._send(unsent)
+        if not self.pool.num_workers:
+            try:
+                self._call(self.pool.wait, unsent.ticket, self._bell)  # which makes the batch
+            except BaseException:
+                unsent.forget()  # it is made once more
+                raise
         return True
 
     @property
     def next_unsent(self) -> int:
         """Ordinal of the first batch that was not sent."""
         unsent = self._unsent
-        return self.feed.next_ordinal if unsent is None else unsent.first
+        return self.feed.next if unsent is None else unsent.first
 
     @property
     def _unsent(self) -> Task | None:
         """The first task that waits for being sent."""
         for task in self.tasks:  # no generator: there may be hundreds
-            if task.is_unsent and not self._is_taken(task):
+            if task.ticket is None and task.reply is None:
                 return task
         return None
 
     def _draw(self) -> Task | None:
         """Draw a task; return None if there is none: at the end, or at an error."""
         feed = self.feed
-        if feed.is_ended or feed.error is not None:
-            return None
         if isinstance(feed, ShardFeed):
-            shard_task = feed.draw(self._chunk)
-            self.tasks.append(shard_task)
-            feed.next_ordinal = shard_task.stop
-            return shard_task
-        begin = time.perf_counter()
-        task = self._draw_items(feed, begin)
-        self.shared.counters.drew(begin, 0 if task is None else len(task.items))
-        return task
+            if feed.is_ended:
+                return None
+            task = feed.draw(self._chunk)
+            self.tasks.append(task)
+            feed.next = task.stop
+            return task
+        while len(self.ahead) < MAX_AHEAD or not self.tasks:
+            begin = time.perf_counter()
+            if self._drawn is None or feed.drawing is not None:
+                self._call(self._draw_items, feed, begin)
+            drawn = self._drawn
+            if drawn is None or not drawn.items:
+                self._drawn = None
+                return None
+            self.shared.counters.drew(begin, len(drawn.items))
+            first = self.next_in(drawn)
+            task = drawn.part(first - drawn.first, len(drawn.items))
+            if task.items:  # else they were delivered before, or left out
+                self.tasks.append(task)
+            self._drawn = None
+            if task.items:
+                return task
+        return None
 
-    def _draw_items(self, feed: Feed, begin: float) -> Task | None:
+    def _draw_items(self, feed: SamplerFeed, begin: float) -> None:
+        """Draw the items of a task. Ctrl-C may come at any instruction."""
+        if feed.drawing is not None:
+            self._drawn = feed.drawing
+            feed.recover()
+            if self._drawn.items:
+                return
+        self._drawn = None
         feed.open_or_fail()
-        if not feed.is_ended:
-            self._pass_early(feed)
         if feed.is_ended or feed.error is not None:
-            return None
+            return
         state_error = feed.note_state()
         task = feed.begin_task()
-        self.tasks.append(task)
-        limit = self._most_at_once(feed.next_ordinal)
+        limit = self._most_at_once(feed.next)
         reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
         until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
         most = min(self._chunk, limit)
@@ -212,145 +261,137 @@ class Lane:
             wants_more = bool(reads) and self._max_chunk > 1 and _samples(task) < reads
             wants_more = wants_more and time.perf_counter() < until
             most = 1 if wants_more and len(task.items) < limit else 0
-        feed.finish(task)
-        if not task.items:
-            self.tasks.pop()
-            return None
-        if state_error is not None and feed.error is None:
+        if state_error is not None and task.items and feed.error is None:
             feed.fail(state_error)
-        return task
-
-    def _pass_early(self, feed: Feed) -> None:
-        """Draw what was handed over before its turn, and drop it."""
-        for start, stop in [(0, self.taken), *self.ahead]:
-            if start <= feed.next_ordinal < stop and feed.error is None:
-                task = feed.begin_task()
-                feed.draw(task, lambda item: item, stop - task.first, math.inf)
-                feed.finish(task)
+        self._drawn = task
+        feed.finish(task)
 
     def _most_at_once(self, first: int) -> int:
         """Return how many items there are from an ordinal up to one that came before its turn."""
-        return next((start - first for start, _ in self.ahead if start > first), MAX_CHUNK)
+        if first < self.delivered:
+            return self.delivered - first
+        behind = [ordinal for ordinal in self.ahead if ordinal > first]
+        return min(behind, default=first + MAX_CHUNK) - first
 
     def _send(self, task: Task) -> None:
-        """Send a task off. What goes wrong with that is its reply, and comes in its turn."""
-        pool = self.pool
-        shipment = Shipment(task, self._arrivals, pool.slots)
-        task.shipment = shipment
-        shipment.id = next(pool.task_ids)
-        is_packed = False
-        try:
-            address = None
-            if pool.slots is not None:
-                shipment.slot = pool.slots.lend()
-                address = pool.slots.address(shipment.slot)
-            is_retried = task.tries > 0 or task.suspects is not None
-            alone = is_retried or not self.shared.options.retries
-            message = TaskMessage(
-                ordinal=task.first,
-                epoch=self.feed.epoch,
-                items=task.items,
-                slot=address,
-                id=shipment.id,
-                shard=self.feed.shard_of(task),
-                alone=alone,
-                # A copy each time: what is raised has frames, which would stay with the task.
-                suspects=None if task.suspects is None else pack(task.suspects, down=True),
-            )
-            packed = pool.pack(message)
-            is_packed = True
-            # Within one of Python's own locks Ctrl-C would leave it taken, for ever.
-            with interrupts_held() if pool.num_workers else nullcontext():
-                future = pool.submit(packed)
-                future.add_done_callback(shipment.arrived)
-                shipment.future = future
-        except BrokenExecutor as error:
-            shipment.lose(error.with_traceback(None))
-        except Exception as error:
-            task.forget()
-            pieces = [task.part(n, n + 1) for n in range(len(task.items))]
-            if len(pieces) == 1 or isinstance(self.feed, ShardFeed):
-                # An item that cannot be pickled is one batch lost; no workers to be had, all.
-                when = "when it was sent to a worker"
-                when += remedy(error) if is_packed else ""
-                errors = [error] * len(task.items)
-                task.failed(errors, when=when, fatal=is_packed)
-            else:
-                self._replace(task, pieces)  # one by one, then
+        """Send a task off. What goes wrong with that comes in its turn."""
+        is_retried = task.tries > 0 or task.suspects is not None
+        message = TaskMessage(
+            ordinal=task.first,
+            epoch=self.feed.epoch,
+            items=task.items,
+            shard=self.feed.shard_of(task),
+            alone=is_retried or not self.shared.options.retries,
+            # A copy each time: what is raised has frames, which would stay with the task.
+            suspects=None if task.suspects is None else pack(task.suspects, down=True),
+        )
+        task.ticket = self.pool.submit(message, self._bell)
 
     # --- up
 
     def next_in(self, task: Task) -> int:
-        """Return the ordinal of the next batch of a task to hand over; its end if there is none."""
-        first = task.first
-        if first <= self.taken:
-            return self.taken  # also if that is behind its end
-        for start, stop in self.ahead:
-            if start <= first < stop:
-                return stop
-        return first
-
-    def _is_taken(self, task: Task) -> bool:
-        return self.next_in(task) >= task.stop
-
-    def taken_after(self, ordinal: int) -> tuple[int, tuple[Range, ...]]:
-        """Return what ``taken`` and ``ahead`` are once another batch was taken."""
-        if ordinal == self.taken and not self.ahead:
-            return ordinal + 1, ()
-        ranges = sorted([*self.ahead, (ordinal, ordinal + 1)])
-        joined: list[Range] = []
-        for start, stop in [(0, self.taken), *ranges]:
-            if joined and joined[-1][1] == start:
-                joined[-1] = (joined[-1][0], stop)
-            else:
-                joined.append((start, stop))
-        return joined[0][1], tuple(joined[1:])
+        """Return the ordinal of the next batch of a task to deliver; its end if there is none."""
+        ordinal = max(task.first, self.delivered)
+        while ordinal in self.ahead:
+            ordinal += 1
+        return min(ordinal, task.stop)
 
     def ordinal_in_epoch(self, ordinal: int) -> int:
         """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal_in_epoch(ordinal, shard=self.feed.shard, total=self.feed.total)
 
-    def next_received(self) -> Task | None:
-        """Return a task that has something to hand over, if one is here.
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the current task has the next batch, and nothing else is to be done for it."""
+        task = self.current
+        if task is None or self.ahead:
+            return False
+        n = self.delivered - task.first
+        if not 0 <= n < len(task.items):
+            return False
+        reply = task.reply
+        assert reply is not None
+        return not reply.failed and type(reply.outcomes[n]) not in NO_BATCH
+
+    def at_hand(self) -> Any:
+        """Return the next batch if it is at hand, or else MISSING. Nothing notes that it was."""
+        if not self.is_at_hand:
+            return MISSING
+        task = self.current
+        assert task is not None
+        assert task.reply is not None
+        n = self.delivered - task.first
+        outcome = task.unpack(n)
+        if type(outcome) in NO_BATCH:
+            task.reply.outcomes[n] = outcome
+            return MISSING
+        return outcome
+
+    @property
+    def has_come(self) -> bool:
+        """Whether there seems to be something to deliver. It changes nothing."""
+        if self.is_within_task:
+            return True
+        may_overtake = self.feed.may_overtake and not self.shared.options.in_order
+        tasks = snapshot(self.tasks)
+        return any(
+            task.reply is not None or (task.ticket is not None and task.ticket.is_done)
+            for task in (tasks if may_overtake else tasks[:1])
+        )
+
+    def ready(self) -> bool:
+        """Have a task be current that has something to deliver, if one is here.
 
         It is the first one, or with ``in_order=False`` any, unless the feed is one of a shard:
         shards may overtake each other, the batches of one may not.
         """
+        if self.is_within_task:
+            return True
         if self.shared.options.in_order or not self.feed.may_overtake:
-            task = self.head
-            return None if task is None or task.reply is None else task
-        received = (task for task in self.tasks if task.reply is not None)
-        return next((task for task in received if not self._is_taken(task)), None)
+            return self._is_head_ready()
+        self.receive_all()
+        for task in snapshot(self.tasks):
+            if task.reply is not None:
+                if self.next_in(task) < task.stop:
+                    self.current = task
+                self.tasks.remove(task)
+                if self.current is task:
+                    return True
+        return False
 
-    @property
-    def head(self) -> Task | None:
-        """The first task that has something to hand over, made or not."""
-        for task in self.tasks:  # no generator: it is asked for several times a batch
-            if not self._is_taken(task):
-                return task
-        return None
+    def _is_head_ready(self) -> bool:
+        while self.tasks:
+            task = self.tasks[0]
+            ticket = task.ticket
+            if ticket is not None and ticket.is_done:
+                self._receive(task, ticket)  # others may take its place
+            elif task.reply is None:
+                return False
+            else:
+                if self.next_in(task) < task.stop:
+                    self.current = task  # first: another thread may read a position
+                self.tasks.popleft()
+                if self.current is task:
+                    return True
+        return False
 
-    def drop_given(self, on_the_way: set[Task]) -> None:
-        """Forget tasks of which all was handed over."""
-        tasks = self.tasks
-        while tasks and self._is_taken(tasks[0]) and tasks[0] not in on_the_way:
-            tasks.popleft()
-        if self.ahead:
-            given = {task for task in tasks if self._is_taken(task)} - on_the_way
-            if given:
-                self.tasks = deque(task for task in tasks if task not in given)
+    def receive_all(self) -> bool:
+        """Look at what has come back. Return whether there was any."""
+        has_moved = False
+        for task in snapshot(self.tasks):
+            ticket = task.ticket
+            if ticket is not None and ticket.is_done:
+                self._receive(task, ticket)
+                has_moved = True
+        return has_moved
 
-    def receive(self, shipment: Shipment) -> None:
+    def _receive(self, task: Task, ticket: Ticket) -> None:
         """Make available what has come back, in its place; or prepare to send it again."""
-        task = shipment.task
-        if shipment.is_unwanted:
+        reply = ticket.reply
+        if reply is None:
+            self._replace(task, lost.replacements(self, task, ticket))
+            task.ticket = None
             return
-        shipment.future = None  # it leads here, and would keep the memory
-        if shipment.reply is None:
-            self._replace(task, lost.replacements(self, task, shipment))
-            task.shipment = None
-            return
-        reply = shipment.reply
         made = len(reply.outcomes)
         if made:
             self._learn(task, reply)
@@ -358,17 +399,17 @@ class Lane:
             self.feed.receive(task, reply, self)
             return
         if made == len(task.items):
-            task.settle(reply, shipment.memory)
+            task.settle(reply, ticket.memory)
             return
         pieces = []
         if made:
             made_part = task.part(0, made)
-            made_part.settle(reply, shipment.memory)
+            made_part.settle(reply, ticket.memory)
             pieces.append(made_part)
         for n in range(made, len(task.items), self._chunk):
             pieces.append(task.part(n, n + self._chunk))
         self._replace(task, pieces)
-        task.shipment = None
+        task.ticket = None
 
     def _learn(self, task: Task, reply: Reply) -> None:
         """Learn from a reply how many batches a task should hold; count and log what it says."""
@@ -419,51 +460,25 @@ class Lane:
                 each.forget()
         self.tasks = deque(each for each in self.tasks if each.first <= task.first)
 
-    # --- what was left undone
+    # --- what is not wanted
 
-    def recover(self) -> None:
-        """Make sure again, after an interrupt: what may have been sent is sent, and so on."""
-        if isinstance(self.feed, Feed):
-            self.tasks = deque(self.feed.recover(list(self.tasks), self.pool.hold))
-        elif self.tasks:
-            self.feed.next_ordinal = max(self.feed.next_ordinal, self.tasks[-1].stop)
+    def forget_delivered(self) -> None:
+        """Forget tasks of which there is nothing left to deliver: it was left out."""
         for task in self.tasks:
-            shipment = task.shipment
-            if shipment is None:
-                continue
-            if shipment.is_done:
-                self._arrivals.put(shipment)  # it may have been taken from there
-            elif shipment.future is None:
+            if self.next_in(task) >= task.stop:
                 task.forget()
-
-    def skip(self, n: int) -> None:
-        """Leave out the next items, up to the end, or to an error.
-
-        What is under way need not be made. What the sampler raises comes with the next batch: some
-        raise it for ever.
-        """
-        while n:
-            head = self.head
-            if head is None:
-                if self._draw() is None:
-                    break
-                continue
-            count = min(n, head.stop - self.taken)
-            n -= count
-            start = self.taken + count - head.first
-            after = LanePosition(given=self.taken, ahead=self.ahead).skipped(count, None)
-            # First, and without a call in between: Ctrl-C behind it leaves work that need not be.
-            self.ahead = after.ahead
-            self.taken = after.given
-            if head.reply is None:
-                rest = [head.part(start, len(head.items))] if start < len(head.items) else []
-                self._replace(head, rest)
-                head.forget()
+        self.tasks = deque(task for task in self.tasks if self.next_in(task) < task.stop)
 
     def leave(self) -> None:
         """Forget what is under way, and keep what a position follows from."""
         for task in snapshot(self.tasks):
             task.forget()
+        if self.current is not None:
+            self.current.memory = None
+
+
+def _first(task: Task) -> int:
+    return task.first
 
 
 def _samples(task: Task) -> int:

@@ -16,13 +16,15 @@ from typing import Any, Protocol
 from minloader._checks import has_getitems
 from minloader._epochs import failures
 from minloader._epochs.failures import BatchLabel
-from minloader._epochs.feed import Feed
+from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
 from minloader._epochs.shard_feed import ShardFeed, TaskQueue
-from minloader._epochs.task import Shipment, Task
+from minloader._epochs.task import Task
 from minloader._errors import BatchError, WorkerDied
 from minloader._insight.timeline import track_of
-from minloader._pools.base import Death, Pool
+from minloader._memory.limits import remedy
+from minloader._pools.base import Pool
+from minloader._pools.ticket import Death, Ticket
 from minloader._worker.messages import Failure, JobMissing, Reply
 
 logger = logging.getLogger("minloader")
@@ -32,35 +34,44 @@ class LossyLane(TaskQueue, Protocol):
     """A lane whose tasks may be lost."""
 
     shared: Shared
-    feed: Feed | ShardFeed
+    feed: SamplerFeed | ShardFeed
     pool: Pool
 
     def ordinal_in_epoch(self, ordinal: int) -> int:
         """Return the ordinal of a batch in its epoch, as messages give it."""
 
 
-def replacements(lane: LossyLane, task: Task, shipment: Shipment) -> list[Task]:
+def replacements(lane: LossyLane, task: Task, ticket: Ticket) -> list[Task]:
     """Return what takes the place of a task that was lost.
 
     Args:
         lane: that has it.
         task: which.
-        shipment: of it, that is lost.
+        ticket: of it, that has an error.
     """
     lane.shared.check_open()
-    lane.pool.end_broken()  # finds out how its workers ended
-    death = lane.pool.take_death(shipment.id)
-    error = shipment.error
+    error = ticket.error
     assert error is not None
+    if ticket.step and not isinstance(error, BrokenExecutor):
+        return _unsent(lane, task, error, is_packed=ticket.step == "sending")
     labels = {
         "batch": lane.ordinal_in_epoch(task.first),
         "epoch": lane.feed.epoch,
         "count": len(task.items),
     }
     lane.shared.counters.record("consumer", "again", time.perf_counter(), 0.0, labels)
-    if death is not None:
-        return _after_death(lane, task, death)
+    if ticket.death is not None:
+        return _after_death(lane, task, ticket.death)
     return _after_error(lane, task, error)
+
+
+def _unsent(lane: LossyLane, task: Task, error: BaseException, *, is_packed: bool) -> list[Task]:
+    """Return what takes the place of a task that could not be sent."""
+    if len(task.items) > 1 and not isinstance(lane.feed, ShardFeed):
+        return [task.part(n, n + 1) for n in range(len(task.items))]  # one by one, then
+    # An item that cannot be pickled is one batch lost; no workers to be had, all.
+    when = "when it was sent to a worker" + (remedy(error) if is_packed else "")
+    return [task.failed([error] * len(task.items), when=when, fatal=is_packed)]
 
 
 def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
 from minloader._epochs.failures import OnError
 from minloader._insight.counters import Counters
 from minloader._pools.group import PoolGroup
 from minloader._worker.messages import Job
-
-PATIENCE = 0.5
-"""Seconds that the consumer waits before it looks whether a worker is stuck."""
 
 CLOSED = "this Loader is closed; make a new one"
 
@@ -49,6 +48,9 @@ class Shared:
         counters: what is counted.
         chunk: how many batches like those made last fit into a task.
         is_closed: whether the loader is.
+        generation: another one since what was begun before must not go on: the loader was closed,
+            or a state was loaded.
+        passes: the feeds of shards that may still be read on.
         logged: what the log says once at most, and has said, or need not, of a stream: how its
             shards "compared", and that some are "empty".
     """
@@ -58,18 +60,14 @@ class Shared:
     counters: Counters = field(default_factory=Counters)
     chunk: int = 1
     is_closed: bool = False
+    generation: int = 0
+    passes: WeakSet[Any] = field(default_factory=WeakSet)
     logged: set[str] = field(default_factory=set)
 
     @property
     def job(self) -> Job:
         """What batches are made of."""
         return self.group.factory.job
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait before looking whether a worker is stuck."""
-        timeout = self.group.factory.timeout
-        return PATIENCE if timeout is None else min(PATIENCE, timeout / 8)
 
     def check_open(self) -> None:
         """Raise an error if the loader is closed."""

@@ -13,50 +13,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from minloader._checks import brief_repr, check_int, part_meant
+from minloader._checks import brief_repr, check_bool, check_int, part_meant
 from minloader._insight.counters import ERRORS_KEPT, plain
 from minloader._insight.stats import Failed
 from minloader._memory.pickling import pack, unpack
+from minloader._sampling.reader import NO_SOURCE_STATE, Check, SourceState
 
 VERSION = 1
 """Version of the states."""
 
 State = dict[str, Any]
 
-Range = tuple[int, int]
-"""From, to: some ordinals."""
-
-
-class SourceState(NamedTuple):
-    """A state of what an epoch is read from: of a sampler, or of a shard of a stream.
-
-    Attributes:
-        at: how many items of the epoch had been read before it. With 0 it may be a state from
-            between the epochs: then the number of the epoch is told after it was put back.
-        state: as the sampler gave it; of a stream, packed. None: there is none, and the epoch
-            begins as the sampler or stream begins it.
-    """
-
-    at: int = 0
-    state: Any = None
-
-
-NO_SOURCE_STATE = SourceState()
-
-
-class Check(NamedTuple):
-    """What tells whether a sampler, or a stream, gives again what it gave before.
-
-    Attributes:
-        ordinal: of an item, or of a batch of a shard.
-        digest: of the item; what the samples of the batch are recognized by. None of what cannot
-            be recognized.
-    """
-
-    ordinal: int
-    digest: Any
+Ordinals = frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,16 +35,17 @@ class LanePosition:
 
     Attributes:
         given: how many were, without a gap.
-        ahead: those after these that were handed over before their turn, ascending.
+        ahead: ordinals of those that were handed over before their turn.
         source_state: a state from there or before.
         check: of an item, or a batch, that is not before that state; None: there is none.
-        beginning: of a shard, the state that its epoch began with, packed; None if it had none.
+        beginning: the state that the epoch began with, of a shard packed; None if it had none, or
+            nobody needs it.
         is_ended: of a shard, whether there is no more of it. Then ``source_state`` is from its end.
         has_failed: of a shard, whether reading it has failed in this epoch.
     """
 
     given: int = 0
-    ahead: tuple[Range, ...] = ()
+    ahead: Ordinals = frozenset()
     source_state: SourceState = NO_SOURCE_STATE
     check: Check | None = None
     beginning: Any = None
@@ -86,39 +57,38 @@ class LanePosition:
         """Whether anything of the epoch was handed over, or left out."""
         return bool(self.given or self.ahead or self.is_ended)
 
-    def without(self, ordinals: Iterable[int]) -> LanePosition:
-        """Return the position before some of what was handed over has been."""
-        ranges = [(0, self.given), *self.ahead]
-        for ordinal in ordinals:
-            ranges = list(_without(ranges, ordinal))
-        given = 0
-        if ranges and ranges[0][0] == 0:
-            given = ranges.pop(0)[1]
-        return replace(self, given=given, ahead=tuple(ranges))
-
     def skipped(self, n: int, length: int | None) -> LanePosition:
         """Return the position after ``n`` more items were left out."""
         given = self.given
         ahead = self.ahead
+        behind = sorted(ahead)
         while n and (length is None or given < length):
-            stop = ahead[0][0] if ahead else length
+            stop = behind[0] if behind else length
             count = n if stop is None else min(n, stop - given)
             given += count
             n -= count
-            if ahead and ahead[0][0] == given:
-                given = ahead[0][1]
-                ahead = ahead[1:]
+            while behind and behind[0] == given:
+                ahead -= {behind.pop(0)}
+                given += 1
         return replace(self, given=given, ahead=ahead)
 
 
-def _without(ranges: Iterable[Range], ordinal: int) -> Iterable[Range]:
-    for start, stop in ranges:
-        if start <= ordinal < stop:
-            yield from (
-                each for each in ((start, ordinal), (ordinal + 1, stop)) if each[0] < each[1]
-            )
-        else:
-            yield start, stop
+def deliver(delivered: int, ahead: Ordinals, ordinal: int) -> tuple[int, Ordinals]:
+    """Return what was delivered, without a gap and before its turn, once one more is."""
+    if ordinal == delivered and not ahead:
+        return delivered + 1, ahead
+    ahead |= {ordinal}
+    while delivered in ahead:
+        ahead -= {delivered}
+        delivered += 1
+    return delivered, ahead
+
+
+def take_back(delivered: int, ahead: Ordinals, ordinals: Iterable[int]) -> tuple[int, Ordinals]:
+    """Return what was delivered before some were."""
+    taken = frozenset(ordinals)
+    first = min(taken | {delivered})
+    return first, ahead.union(range(first, delivered)) - taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +126,7 @@ class Position:
         # To leave batches out ahead of an epoch reads nothing of it.
         if any(lane.source_state.at or lane.is_ended or lane.check for lane in self.lanes):
             return None
-        lanes = [replace(lane, given=0, ahead=()) for lane in self.lanes]
+        lanes = [replace(lane, given=0, ahead=frozenset()) for lane in self.lanes]
         return replace(self, epoch=epoch, lanes=lanes, length=None, failed=0)
 
     def skipped(self, n: int) -> Position:
@@ -192,11 +162,12 @@ def to_state(position: Position, seed: int, batch_size: int | None) -> State:
     (lane,) = position.lanes
     sampler = None
     if lane.source_state.state is not None:
-        sampler = {"at": lane.source_state.at, "state": copy.deepcopy(lane.source_state.state)}
+        at, source_state = lane.source_state
+        sampler = copy.deepcopy({"at": at, "state": source_state, "beginning": lane.beginning})
     return state | {
         "length": position.length,
         "batches": lane.given,
-        "delivered_ahead": [list(each) for each in lane.ahead],
+        "delivered_ahead": sorted(lane.ahead),
         "sampler": (sampler,),
         "check": None if lane.check is None else list(lane.check),
     }
@@ -327,16 +298,19 @@ def check_version(state: Mapping[str, Any], newest: int) -> None:
 def _sampler_position(state: Mapping[str, Any]) -> LanePosition:
     (sampler,) = state["sampler"]
     source_state = NO_SOURCE_STATE
+    beginning = None
     if sampler is not None:
+        beginning = copy.deepcopy(sampler["beginning"])
         source_state = SourceState(
             check_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"])
         )
     return _consistent(
         LanePosition(
             given=check_int("batches", state["batches"], 0),
-            ahead=_read_ranges(state),
+            ahead=_read_ordinals(state),
             source_state=source_state,
             check=_read_check(state["check"]),
+            beginning=beginning,
         )
     )
 
@@ -350,8 +324,8 @@ def _shard_position(state: Mapping[str, Any]) -> LanePosition:
             ),
             check=_read_check(state["check"]),
             beginning=_packed(copy.deepcopy(state["beginning"])),
-            is_ended=_read_bool("ended", state),
-            has_failed=_read_bool("failed", state),
+            is_ended=check_bool("ended", state["ended"]),
+            has_failed=check_bool("failed", state["failed"]),
         )
     )
 
@@ -368,30 +342,19 @@ def _as_index(sample: Any) -> Any:
     return tuple(map(_as_index, sample)) if isinstance(sample, list) else sample
 
 
-def _read_bool(name: str, state: Mapping[str, Any]) -> bool:
-    value = state[name]
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {brief_repr(value)}")
-    return value
-
-
 def _read_check(check: Any) -> Check | None:
     return None if check is None else Check(check_int("check", check[0], 0), check[1])
 
 
-def _read_ranges(state: Mapping[str, Any]) -> tuple[Range, ...]:
+def _read_ordinals(state: Mapping[str, Any]) -> Ordinals:
     name = "delivered_ahead"
-    ranges = [(check_int(name, start, 0), check_int(name, stop, 0)) for start, stop in state[name]]
-    return tuple(ranges)
+    return frozenset([check_int(name, ordinal, 0) for ordinal in state[name]])
 
 
 def _consistent(lane: LanePosition) -> LanePosition:
     """Return the position of a lane, if no part of it contradicts another."""
-    bounds = [lane.given]
-    for start, stop in lane.ahead:
-        bounds += [start, stop]
-    if bounds != sorted(bounds):
-        raise ValueError("delivered_ahead must be ranges that ascend, after batches")
+    if any(ordinal <= lane.given for ordinal in lane.ahead):
+        raise ValueError("delivered_ahead must be ordinals behind batches")
     if lane.source_state.at > lane.given or (
         lane.check is not None and lane.check.ordinal > lane.given
     ):

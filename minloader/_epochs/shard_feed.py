@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from minloader._epochs.position import Check, LanePosition, SourceState
+from minloader._checks import snapshot
+from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
-from minloader._sampling.source import pass_numbers
+from minloader._sampling.reader import Check, SourceState, pass_numbers
 from minloader._worker.messages import Failure, Reply, Shard
 from minloader._worker.run import READING, READING_ON
 
@@ -41,11 +43,12 @@ class ShardFeed:
         position: where it begins.
         follows: number of the pass that was read to its end before, so that whoever has done that
             goes on with the same copy of the stream. None: there is none.
+        passes: those of the loader that may still be read on.
 
     Attributes:
         pass_number: of this pass over the shard, which tells it from others in the same epoch.
-        next_ordinal: of the next batch to ask for.
-        source_state: the newest state of the shard that came back; at its end, from there.
+        next: ordinal of the next batch to ask for.
+        known: the newest state of the shard that came back; at its end, from there.
         check: what the batch before that state is recognized by.
         beginning: the state that the epoch began with; None if it had none.
         is_ended: whether the end was seen.
@@ -58,20 +61,27 @@ class ShardFeed:
     error = None
 
     def __init__(
-        self, shard: int, total: int, epoch: int, position: LanePosition, follows: int | None
+        self,
+        shard: int,
+        total: int,
+        epoch: int,
+        position: LanePosition,
+        follows: int | None,
+        passes: Iterable[ShardFeed] = (),
     ) -> None:
         self.pass_number = next(pass_numbers)
         self.shard = shard
         self.total = total
         self.epoch = epoch
-        self.next_ordinal = position.given
-        self.source_state = position.source_state
+        self.next = position.given
+        self.known = position.source_state
         self.check = position.check
         self.beginning = position.beginning
         self.is_ended = position.is_ended
         self.has_failed = position.has_failed
         self._has_just_failed = False  # with the last batch that came
         self._follows = follows
+        self._passes = passes
 
     def following(self, *, is_abandoned: bool) -> LanePosition:
         """Return where another epoch begins, after this one.
@@ -81,8 +91,8 @@ class ShardFeed:
         """
         beginning = self.beginning
         begins_anew = is_abandoned or self.has_failed
-        if not begins_anew and self.is_ended and self.source_state.state is not None:
-            beginning = self.source_state.state
+        if not begins_anew and self.is_ended and self.known.state is not None:
+            beginning = self.known.state
         return LanePosition(source_state=SourceState(0, beginning), beginning=beginning)
 
     @property
@@ -92,11 +102,11 @@ class ShardFeed:
 
     def draw(self, most: int) -> Task:
         """Return a task for the next batches, so many at most."""
-        first = self.next_ordinal
+        first = self.next
         return Task(
             first=first,
             items=[(self.shard, ordinal) for ordinal in range(first, first + most)],
-            source_state=self.source_state,
+            source_state=self.known,
             check=self.check,
         )
 
@@ -111,6 +121,7 @@ class ShardFeed:
             check=task.check,
             pass_number=self.pass_number,
             follows=self._follows,
+            others=tuple(each.pass_number for each in snapshot(self._passes)),
         )
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
@@ -137,8 +148,8 @@ class ShardFeed:
             lane: that has it.
         """
         made = len(reply.outcomes)
-        shipment = task.shipment
-        assert shipment is not None
+        ticket = task.ticket
+        assert ticket is not None
         read = reply.shard
         assert read is not None
         is_end = read.ended
@@ -148,20 +159,19 @@ class ShardFeed:
             check = Check(task.first + made - 1, read.fingerprints[-1])
         if read.state is not None and not is_end:
             source_state = SourceState(task.first + made, read.state)
+        # All that is behind it goes on from here. What was farther on may have come before.
         behind = [each for each in lane.tasks if each.first > task.first]
-        for each in behind[:1]:
-            each.source_state = source_state
-            each.check = check
-        if not behind:
-            self.check = check
-            if not is_end:
-                self.source_state = source_state
+        for each in behind:
+            each.source_state = _later(each.source_state, source_state)
+            each.check = _later(each.check, check)
+        self.known = _later(self.known, source_state)
+        self.check = _later(self.check, check)
         if made:
             self.has_failed |= any(map(_failed_reading, reply.outcomes))
             self._has_just_failed = _failed_reading(reply.outcomes[-1])
         stop = task.first + made
         # A task behind this one may have come first, and have told of an end that is farther on.
-        if is_end and (not self.is_ended or stop < self.next_ordinal):
+        if is_end and (not self.is_ended or stop < self.next):
             if self._has_just_failed:
                 logger.warning(
                     "shard %d of the stream ended with the error in its batch %d: an iterator that "
@@ -173,14 +183,14 @@ class ShardFeed:
         # Only now: after Ctrl-C in _end the reply is received again, and tells of the end again.
         if is_end:
             task.items = task.items[:made]
-        task.settle(reply, shipment.memory)
+        task.settle(reply, ticket.memory)
 
     def _end(self, task: Task, end_state: SourceState, lane: TaskQueue) -> None:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
-        self.source_state = end_state
+        self.known = end_state
         self.is_ended = True
-        self.next_ordinal = end_state.at
+        self.next = end_state.at
 
     def end_before(self, task: Task, lane: TaskQueue) -> None:
         """End the shard before a task: no worker gets there."""
@@ -192,6 +202,11 @@ class ShardFeed:
         self._end(task, SourceState(task.first, None), lane)
         task.items = []
         task.settle(Reply(worker=-1, pid=-1, packed=False, outcomes=[]))
+
+
+def _later(former: Any, new: Any) -> Any:
+    """Return the one of two states, or checks, that is farther on; the former of equals."""
+    return new if former is None or (new is not None and former[0] < new[0]) else former
 
 
 def _failed_reading(outcome: Any) -> bool:

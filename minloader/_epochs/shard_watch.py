@@ -28,10 +28,13 @@ class ShardWatch:
         # Shard and beginning of the first batch.
         self._first: tuple[int, dict[str, Any]] | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether two shards were compared, or need not be."""
+        return "compared" in self._shared.logged
+
     def compare(self, lane: Lane, batch: Any) -> None:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
-        if "compared" in self._shared.logged:
-            return
         shard = lane.feed.shard
         leaves: dict[str, Any] = {}
         from minloader._diagnosis.leaves import first_leaves  # only streams of several shards do
@@ -58,7 +61,7 @@ class ShardWatch:
 
     def count_empty(self, lanes: list[Lane]) -> None:
         """Count the shards that gave nothing in an epoch that has ended."""
-        empty = sum(not lane.taken for lane in lanes)
+        empty = sum(not lane.delivered for lane in lanes)
         if 0 < empty < self._total and "empty" not in self._shared.logged:
             self._shared.logged.add("empty")
             logger.warning(

@@ -2,8 +2,8 @@
 
 ::
 
-    drawn             sent              arrived, in a thread of the pool
-    first, items ----------> Shipment ---------------------------------> reply, or lost
+    drawn             sent            done, in a thread of the pool
+    first, items ----------> Ticket --------------------------------> reply, or lost
                                                                             | Lane.receive()
                                                                             v
                                                                   reply.outcomes, handed over
@@ -15,20 +15,15 @@ away at any instruction, and the task be sent again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
-from minloader._epochs.position import Check, SourceState
 from minloader._errors import BatchError, without_frames
 from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
-from minloader._memory.slots import Slot, Slots
 from minloader._pools.base import HeldItem
-from minloader._worker.messages import Failure, JobMissing, Reply
-
-Arrivals = SimpleQueue["Shipment"]
-"""What has come back to an iterator, of all its lanes. Other threads put it there."""
+from minloader._pools.ticket import Ticket
+from minloader._sampling.reader import Check, SourceState
+from minloader._worker.messages import Failure, Reply
 
 
 @dataclass(eq=False, slots=True, repr=False)
@@ -45,11 +40,10 @@ class Task:
         suspects: samples of its one batch that took a worker along, by their numbers, each with
             the error that stands for it: they are not made again, and the others one by one. Empty:
             it is not known yet which do. None: it is made as ever.
-        shipment: what was sent; None if it was not, or that was lost.
+        ticket: of what was sent; None if it was not, or that was lost.
         reply: what has become of each item, made up where no worker has sent one; None before it
             was received.
         memory: that the reply's batches lie in.
-        is_begun: whether the consumer has come to it.
     """
 
     first: int
@@ -58,10 +52,9 @@ class Task:
     check: Check | None = None
     tries: int = 0
     suspects: dict[int, BatchError] | None = None
-    shipment: Shipment | None = None
+    ticket: Ticket | None = None
     reply: Reply | None = None
     memory: Any = None
-    is_begun: bool = False
 
     @property
     def stop(self) -> int:
@@ -71,7 +64,7 @@ class Task:
     @property
     def is_unsent(self) -> bool:
         """Whether it waits for being sent."""
-        return self.shipment is None and self.reply is None
+        return self.ticket is None and self.reply is None
 
     def part(self, start: int, stop: int, *, tries: int | None = None) -> Task:
         """Return a task for some of the items, by their places in it, which is not sent."""
@@ -86,10 +79,9 @@ class Task:
 
     def settle(self, reply: Reply, memory: Any = None) -> None:
         """Have a reply, whose batches lie in some memory, say what has become of it."""
-        # Without a call in between, and so without Ctrl-C.
         self.memory = memory
         self.reply = reply
-        self.shipment = None
+        self.ticket = None
 
     def failed(
         self, errors: Sequence[BaseException], *, when: str = "", fatal: bool = False
@@ -107,7 +99,7 @@ class Task:
         return item.item if isinstance(item, HeldItem) else item
 
     def unpack(self, n: int) -> Any:
-        """Return an outcome as it is handed over: a batch, SKIP, or a failure."""
+        """Return an outcome as it is delivered: a batch, SKIP, or a failure."""
         assert self.reply is not None
         outcome = self.reply.outcomes[n]
         kind = type(outcome)
@@ -122,96 +114,36 @@ class Task:
 
     def forget(self) -> None:
         """Let go of what was sent and made: what is queued need not run."""
-        shipment, self.shipment = self.shipment, None
+        ticket, self.ticket = self.ticket, None
         self.reply = self.memory = None
-        if shipment is not None:
-            shipment.cancel()
+        if ticket is not None:
+            ticket.drop()
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Shipment:
-    """A task that was sent to a pool, until its reply is here.
+class Delivery:
+    """A batch, or an error in its place, on its way to the consumer.
 
     Attributes:
-        task: which.
-        arrivals: where this is put when it is done.
-        slots, slot: the memory that travels with it.
-        id: of the task in its pool.
-        future: of the pool; None while it is being sent.
-        reply: of the worker.
-        memory: that the reply's batches lie in.
-        error: why there is no reply, where it was lost.
+        lane: number of the lane, which itself may be made again.
+        task: that it is of; of an error of the sampler one without items, which has its place.
+        ordinal: its place in the lane; -1 of an error of the sampler.
+        outcome: the batch, or SKIP.
+        error: to be raised in its place; None: there is none.
+        has_failed: whether it failed, or a sample of it.
+        work: what is done with it ahead of the consumer.
     """
 
+    lane: int
     task: Task
-    arrivals: Arrivals
-    slots: Slots | None
-    slot: Slot | None = None
-    id: int = 0
-    future: Future[Reply] | None = None
-    reply: Reply | None = None
-    memory: Any = None
+    ordinal: int
+    outcome: Any = None
     error: BaseException | None = None
+    has_failed: bool = False
+    work: Any = None
 
-    @property
-    def is_unwanted(self) -> bool:
-        """Whether its task was forgotten, or is sent again."""
-        return self.task.shipment is not self
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has come back, or was lost."""
-        return self.reply is not None or self.error is not None
-
-    def arrived(self, future: Future[Reply]) -> None:
-        """Take the reply. Runs in a thread of the pool, where no Ctrl-C comes, if there is one."""
-        try:
-            error = future.exception()
-            if error is None:
-                reply: Reply | JobMissing = future.result()
-                if isinstance(reply, JobMissing):
-                    error = reply
-                else:
-                    self._settle(reply)
-        except Exception as failure:  # cancelled; or no room for a batch in this process
-            failure.__context__ = None  # who keeps an error, in a log, would keep this frame
-            error = failure.with_traceback(None)
-        if error is not None:
-            self.lose(error)
-        elif not self.is_unwanted:
-            self.arrivals.put(self)
-
-    def lose(self, error: BaseException) -> None:
-        """Note that nothing comes back."""
-        self._discard_slot()
-        self.error = error
-        if not self.is_unwanted:
-            self.arrivals.put(self)
-
-    def _settle(self, reply: Reply) -> None:
-        slots = self.slots
-        slot = self.slot
-        if slots is not None and slot is not None:
-            use = reply.slot
-            slots.settle(slot, None if use is None else use.size, reply.figures.size)
-            is_retired = use is not None and use.is_retired
-            if any(type(outcome) is PackedBatch for outcome in reply.outcomes):
-                self.memory = slots.lease(slot, retire=is_retired)
-            else:
-                slots.free(slot, retire=is_retired)
-        self.reply = reply
-
-    def _discard_slot(self) -> None:
-        """Give up the memory that was lent to the task: somebody may still write to it."""
-        if self.slots is not None and self.slot is not None:
-            self.slots.free(self.slot, retire=True)
-
-    def cancel(self) -> None:
-        """Have it come to nothing, if no worker has begun with it; its task has let go of it."""
-        self.memory = None
-        future = self.future
-        self.future = None  # it leads here, and would keep the memory
-        if future is not None:
-            future.cancel()
-        elif not self.is_done:  # interrupted while it was sent: somebody may write to the slot
-            self._discard_slot()
+    def drop(self) -> None:
+        """Let go of the batch: nobody will take it. Its place remains, for the position."""
+        self.outcome = None
+        if self.work is not None:
+            self.work.drop()

@@ -74,6 +74,12 @@ class Counters:
     last_errors: deque[Failed] = field(default_factory=lambda: deque(maxlen=ERRORS_KEPT))
     former: Stats | None = None
 
+    def come(self, begin: float) -> None:
+        """Note that the consumer came for a batch, at ``begin``."""
+        if self.left_at:
+            self.time.consumer += begin - self.left_at
+            self.left_at = 0.0
+
     def leave(self, begin: float, *, working: bool) -> None:
         """Note that the consumer goes, having waited since ``begin``.
 

@@ -26,6 +26,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from minloader._memory import forks
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -57,7 +59,7 @@ class SharedFile:
         if self.fd < 0:
             self.fd, self.name = tempfile.mkstemp(prefix=self.mark)
         # Also where it is let go of: an error may come before anybody can close it.
-        self._end = weakref.finalize(self, _end_file, self.fd, self.name, os.getpid())
+        self._end = weakref.finalize(self, _end_file, self.fd, self.name, forks.process)
         self._end.atexit = False
 
     @property
@@ -77,10 +79,10 @@ class SharedFile:
         self._end()
 
 
-def _end_file(fd: int, name: str | None, pid: int) -> None:
+def _end_file(fd: int, name: str | None, process: object) -> None:
     """Close a file, and remove its name in the process that made it; a fork has it from there."""
     os.close(fd)
-    if name is not None and os.getpid() == pid:
+    if name is not None and forks.process is process:
         unlink(name)
 
 
@@ -195,12 +197,6 @@ if libc is not None:
     libc.munmap.argtypes = (ctypes.c_void_p, _SIZE)
 
 
-def at_fork(**functions: Callable[[], object]) -> None:
-    """Call functions at each fork, as ``os.register_at_fork``, where there are forks."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(**functions)
-
-
 # The module's own functions make enums of what they get and return, which is most of what it takes
 # to hold Ctrl-C off.
 _set_handler: Any = _signal.signal
@@ -208,7 +204,14 @@ _get_handler: Any = _signal.getsignal
 _SIGINT = int(signal.SIGINT)
 
 
-class interrupts_held:  # noqa: N801  # read as a function
+class InterruptHolder:
+    """Has taken the place of the handler of Ctrl-C, for a while."""
+
+    def __init__(self) -> None:
+        self._former: Any = None
+
+
+class interrupts_held(InterruptHolder):  # noqa: N801  # read as a function
     """Hold Ctrl-C off this thread; it comes when the block is over.
 
     In the middle of a start it would leave a child that nobody knows, or a descriptor. To block the
@@ -216,10 +219,8 @@ class interrupts_held:  # noqa: N801  # read as a function
     same.
     """
 
-    __slots__ = ("_former", "_held")
-
     def __init__(self) -> None:
-        self._former: Any = None
+        super().__init__()
         self._held: list[Any] = []
 
     def __enter__(self) -> None:
@@ -243,13 +244,13 @@ class interrupts_held:  # noqa: N801  # read as a function
 def _let_interrupts_through() -> None:
     """Give a fork the handler that its parent has outside of the block, of which it sees no end."""
     former = handler = _get_handler(_SIGINT)
-    while isinstance(getattr(former, "__self__", None), interrupts_held):
+    while isinstance(getattr(former, "__self__", None), InterruptHolder):
         former = former.__self__._former  # one block may be within another
     if former is not handler:
         _set_handler(_SIGINT, former)
 
 
-at_fork(after_in_child=_let_interrupts_through)
+forks.in_child.append(_let_interrupts_through)
 
 
 class _Anchor:

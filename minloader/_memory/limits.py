@@ -99,7 +99,7 @@ _NEEDS: dict[Any, str] = {
 NO_FOLDER = "workers begin in the current folder, which is gone: change to another (os.chdir)"
 
 
-def remedy(error: Exception) -> str:
+def remedy(error: BaseException) -> str:
     """What to do when the system refuses what a worker needs, to follow a message; "" if unknown.
 
     An error that names a file is about that file, which is none of these.

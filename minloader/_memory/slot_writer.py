@@ -22,12 +22,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 from minloader._checks import snapshot
+from minloader._memory import forks
 from minloader._memory.files import (
     ALIGN,
     LARGE,
     SharedMapping,
     SlotAddress,
-    at_fork,
     is_there,
     open_shared,
 )
@@ -249,7 +249,8 @@ def before_fork() -> None:
         writer.before_fork()
 
 
-at_fork(before=before_fork, after_in_child=partial(use, None))  # in the child it is the worker's
+forks.before.append(before_fork)
+forks.in_child.append(partial(use, None))  # it is the worker's
 
 
 def empty(shape: Shape, dtype: DTypeLike = float) -> NDArray[Any]:

@@ -35,12 +35,11 @@ import weakref
 from typing import Any
 
 from minloader._checks import format_bytes, snapshot
+from minloader._memory import forks
 from minloader._memory.files import (
     SharedFile,
     SharedMapping,
     SlotAddress,
-    at_fork,
-    interrupts_held,
     on_finalize,
 )
 from minloader._memory.limits import free_memory, largest_file, most_files
@@ -90,6 +89,7 @@ class Slots:
         self._closed = 0  # files closed so far
         self._ended = False
         all_slots.add(self)
+        forks.told.add(self)
 
     @property
     def budget(self) -> int:
@@ -164,12 +164,11 @@ class Slots:
                 return None
             else:
                 try:
-                    with interrupts_held():
-                        slot = Slot()
-                        self._all.add(slot)
-                        self._open += 1
+                    slot = Slot()
                 except OSError:  # no descriptors, no space
                     return None
+                self._all.add(slot)
+                self._open += 1
             # What it may grow to: what a batch was seen to need, or a share of what is left, such
             # that together they stay within the budget whatever each of them does.
             left = self._left
@@ -279,7 +278,7 @@ class Slots:
             for slot in list(self._all):  # which a finalizer may change meanwhile
                 self._retire(slot)
 
-    def close_in_fork(self) -> None:
+    def begin_fork(self) -> None:
         """Let go of the slots in a fork: they are the parent's."""
         self._lock = threading.RLock()  # a thread that is not here may have held it
         self.close()
@@ -293,9 +292,4 @@ def before_fork() -> None:
         slots.retire_leased()
 
 
-def in_forked_child() -> None:
-    for slots in snapshot(all_slots):
-        slots.close_in_fork()
-
-
-at_fork(before=before_fork, after_in_child=in_forked_child)
+forks.before.append(before_fork)

@@ -10,17 +10,15 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from minloader._checks import snapshot
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
+from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.environment import InlineEnvironment
 from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
@@ -33,32 +31,6 @@ GRACE = 0.5
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""
 
 
-class Death(NamedTuple):
-    """How a worker ended that was running a task.
-
-    Attributes:
-        item: index of the item of the task that it was making; -1: it was on its way to the
-            first, making a stream ready or reading it again.
-        worker: its id.
-        pid: its process.
-        exitcode: of the process; None if it is not known, or lives.
-        cause: the same in words.
-        stack: Python stack if we killed it, for taking too long or standing still; None: it died
-            by itself.
-        sample_number: of the sample in the item; -1 if it is not known.
-        crash: Python stack from the moment of a segmentation fault or the like; "" without one.
-    """
-
-    item: int
-    worker: int
-    pid: int
-    exitcode: int | None
-    cause: str
-    stack: str | None
-    sample_number: int = -1
-    crash: str = ""
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class Pool:
     """Runs tasks somewhere.
@@ -67,7 +39,6 @@ class Pool:
         infos: what each worker is told about where it runs, by its index in the pool; new ones are
             for :meth:`replace_workers` to bring in.
         slots: shared memory for the batches; None where they need or want none.
-        pid: process the pool belongs to. A fork of it must make one of its own.
         replaces: whether lost workers are replaced, so that lost tasks can be sent again.
         task_ids: gives the next task its id.
         replaced: how many workers were replaced so far.
@@ -78,7 +49,6 @@ class Pool:
     replaces: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        self.pid = os.getpid()
         self.task_ids = itertools.count(1)
         self.replaced = 0
 
@@ -101,28 +71,21 @@ class Pool:
         items = [each.item if type(each) is HeldItem else each for each in task.items]
         return task._replace(items=[_copied(each) for each in items])
 
-    def submit(self, task: TaskMessage) -> Future[Reply]:
-        """Hand one packed task over.
+    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
+        """Hand one task over. Never waits for it; what goes wrong is the ticket's error.
 
-        Raises:
-            BrokenExecutor: the workers are gone and cannot be replaced.
-            RuntimeError: the pool is closed.
-            OSError: the system allows no more processes or descriptors.
+        Args:
+            task: without its id, and a slot: the pool adds them.
+            bell: rung when the ticket is done.
         """
         raise NotImplementedError
 
+    def wait(self, ticket: Ticket, bell: Bell) -> None:
+        """Wait for a ticket that is not done, for a while."""
+        bell.wait()
+
     def start(self) -> None:
         """Start all workers now rather than with their first task. Does not wait for them."""
-
-    def watch(self) -> None:
-        """Look for workers that are stuck. Called now and then while somebody waits."""
-
-    def end_broken(self) -> None:
-        """End what has broken or left, for up to two seconds; lost tasks' futures have an error."""
-
-    def take_death(self, task_id: int) -> Death | None:
-        """Return how the worker ended that was running a lost task, once; None if none was."""
-        return None
 
     def forgive_failed_starts(self) -> None:
         """Try again to start workers, however often that has failed.
@@ -148,12 +111,8 @@ class Pool:
         Tasks that are submitted later go to others, which are told what ``infos`` has then.
         """
 
-    def needs(self, thread: threading.Thread) -> bool:
-        """Whether a thread serves the workers, and must not itself wait for their end."""
-        return False
-
-    def leave(self) -> None:
-        """Ask the workers to leave; the first half of closing. Does not wait."""
+    def leave(self, deadline: float) -> None:
+        """Ask the workers to leave until then; the first half of closing. Does not wait."""
 
     def end(self, deadline: float) -> None:
         """Wait for them until ``deadline`` (monotonic clock), then kill; the second half."""
@@ -161,29 +120,22 @@ class Pool:
             self.slots.close()
 
     def close(self) -> None:
-        """End the workers, whatever they are doing. Harmless when repeated, or in a fork."""
+        """End the workers, whatever they are doing. Harmless when repeated."""
         close_pools([self])
 
 
-def finish(future: Future[Reply], outcome: Reply | BaseException) -> bool:
-    """Give a future its outcome. Return whether it had none yet: who closes may be first."""
-    try:
-        if isinstance(outcome, BaseException):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-    except InvalidStateError:
-        return False
-    return True
+def leave_pools(pools: Iterable[Pool], deadline: float) -> list[Pool]:
+    """Ask pools to end until then, and return them."""
+    ours = snapshot(pools)
+    for pool in ours:
+        pool.leave(deadline)
+    return ours
 
 
 def close_pools(pools: Iterable[Pool]) -> None:
-    """Close those pools that belong to this process, all within one GRACE."""
+    """Close pools, all within one GRACE."""
     deadline = time.monotonic() + GRACE
-    ours = [pool for pool in snapshot(pools) if pool.pid == os.getpid()]
-    for pool in ours:
-        pool.leave()
-    for pool in ours:
+    for pool in leave_pools(pools, deadline):
         pool.end(deadline)
 
 
@@ -277,10 +229,19 @@ class InlinePool(Pool):
     def num_workers(self) -> int:
         return 0
 
-    def submit(self, task: TaskMessage) -> Future[Reply]:
-        future: Future[Reply] = Future()
-        future.set_result(in_turn(self._run, task))
-        return future
+    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
+        return Ticket(bell, task)
+
+    def wait(self, ticket: Ticket, bell: Bell) -> None:
+        """Make the batches of a task. After Ctrl-C it has not been done."""
+        assert ticket.task is not None
+        try:
+            reply = in_turn(self._run, self.pack(ticket.task))
+        except Exception as error:
+            ticket.step = "sending"
+            ticket.fail(error)
+        else:
+            ticket.finish(reply)
 
     def _run(self, task: TaskMessage) -> Reply:
         if self._worker is None:

@@ -51,7 +51,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from minloader._checks import snapshot
-from minloader._memory.files import at_fork
+from minloader._memory import forks
 
 # --- 1. The main module ------------------------------------------------------------------------
 #
@@ -71,18 +71,13 @@ class _Starting(threading.local):
     """What this thread is starting.
 
     Attributes:
-        pid: of the process in which it is starting a worker; None if it starts none. A child of
-            "fork" begins in the middle of the start.
+        worker: whether that is a worker, or what it needs. A child of "fork" begins in the middle
+            of the start.
         locks: those that are to be free in that child: piece 17.
     """
 
-    pid: int | None = None
+    worker = False
     locks: Sequence[Any] = ()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether a worker is being started, in this process."""
-        return self.pid == os.getpid()
 
 
 _starting = _Starting()
@@ -94,7 +89,7 @@ def _leave_main_out(name: str) -> dict[str, Any]:
     # Debuggers run a script in a main module without it (cpython #87115); that of a script is None.
     vars(sys.modules["__main__"]).setdefault("__spec__", None)
     data = _get_preparation_data(name)
-    if _starting.is_here:
+    if _starting.worker:
         data.pop("init_main_from_name", None)
         data.pop("init_main_from_path", None)
         data.pop("start_method", None)
@@ -116,7 +111,7 @@ def start_worker(process: BaseProcess, locks: Sequence[Any] = ()) -> None:
     Raises:
         BaseException: whatever the start raised; no child is left then.
     """
-    _starting.pid = os.getpid()
+    _starting.worker = True
     _starting.locks = locks
     try:
         with _no_warning_of_our_threads(process), _allowed_children():
@@ -130,7 +125,7 @@ def start_worker(process: BaseProcess, locks: Sequence[Any] = ()) -> None:
             raise
         error.__traceback__ = None  # its frames, whose variables were looked at, lead to it
     finally:
-        _starting.pid = None
+        _starting.worker = False
         _starting.locks = ()
     if sys.platform != "win32":
         _hold(cast(Any, process)._popen)
@@ -172,7 +167,7 @@ _get_flags = multiprocessing.util._args_from_interpreter_flags  # type: ignore[a
 
 def _with_safe_path() -> list[str]:
     flags: list[str] = _get_flags()
-    is_ours = _starting.is_here and not hasattr(sys, "frozen")
+    is_ours = _starting.worker and not hasattr(sys, "frozen")
     return [*flags, "-P"] if is_ours else flags
 
 
@@ -229,9 +224,10 @@ def _forget_parents() -> None:
     _threads_wakeups.clear()
     children = cast(Any, multiprocessing.process)._children
     children -= {each for each in children if hasattr(each._popen, "looking")}
+    _starting.worker = False
 
 
-at_fork(after_in_child=_forget_parents)
+forks.in_child.append(_forget_parents)
 
 
 # --- 3. A child that dies while it starts -------------------------------------------------------
@@ -356,7 +352,8 @@ def send_signal(process: Any, number: int) -> None:
 # (Threads that are not Python's count for CPython, not here: they come and go with ours.)
 
 
-def _is_ours(thread: threading.Thread) -> bool:
+def is_ours(thread: threading.Thread) -> bool:
+    """Whether a thread is one of ours, or of an executor of the standard library's."""
     names = ("minloader-", "QueueFeederThread")  # the last is of an executor's call queue
     return isinstance(thread, _ExecutorManagerThread) or thread.name.startswith(names)
 
@@ -364,9 +361,11 @@ def _is_ours(thread: threading.Thread) -> bool:
 @contextmanager
 def _no_warning_of_our_threads(process: Any) -> Iterator[None]:
     """Have no fork warn in this block if Python has no other threads than this and ours."""
-    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    # The main thread, too, is no other: it has the pool of which this is the thread.
+    mine = threading.current_thread(), threading.main_thread()
+    others = [each for each in threading.enumerate() if each not in mine]
     forks = sys.version_info >= (3, 12) and process._start_method == "fork"
-    if not forks or not all(map(_is_ours, others)):
+    if not forks or not all(map(is_ours, others)):
         yield
         return
     with warnings.catch_warnings():  # nobody else's thread is there to see it
@@ -400,7 +399,7 @@ def _is_importing_elsewhere() -> bool:
 
 def _wait_for_imports() -> None:
     global _patience
-    if not _starting.is_here:
+    if not _starting.worker:
         return  # a fork that is not ours
     deadline = time.monotonic() + _patience
     while _is_importing_elsewhere():
@@ -410,7 +409,7 @@ def _wait_for_imports() -> None:
         time.sleep(0.001)
 
 
-at_fork(before=_wait_for_imports)
+forks.before.append(_wait_for_imports)
 
 
 # --- 17. A draw at a fork ------------------------------------------------------------------------
@@ -431,7 +430,7 @@ def _free_locks_of_numpy() -> None:
         get_state.__self__._bit_generator.lock._at_fork_reinit()
 
 
-at_fork(after_in_child=_free_locks_of_numpy)
+forks.in_child.append(_free_locks_of_numpy)
 
 
 # --- 18. A fork server of the parent's -----------------------------------------------------------
@@ -454,7 +453,7 @@ if sys.platform != "win32":
             server._forkserver_alive_fd = None
             server._forkserver_pid = None
 
-    at_fork(after_in_child=_forget_fork_server)
+    forks.in_child.append(_forget_fork_server)
 
 
 # --- 5. Futures of a broken executor -----------------------------------------------------------
@@ -592,11 +591,11 @@ class Executor(ProcessPoolExecutor):
     _result_queue: Any
 
     def __init__(self, num_workers: int, context: Any) -> None:
-        _starting.pid = os.getpid()  # its semaphores start the resource tracker: piece 15
+        _starting.worker = True  # its semaphores start the resource tracker: piece 15
         try:
             super().__init__(num_workers, mp_context=context)
         finally:
-            _starting.pid = None
+            _starting.worker = False
         self._calls = self._call_queue  # shutdown() forgets it
         self._results = self._result_queue
         _make_room(self._results._writer.fileno())
@@ -676,17 +675,6 @@ class Executor(ProcessPoolExecutor):
             super().shutdown(wait, cancel_futures=cancel_futures)
         elif cancel_futures:
             self._cancel_pending_futures = True
-
-    # CPython: the manager thread waits for the call queue's feeder thread, with the lock that
-    # shutdown() needs, and so does the end of the executor: weakref_cb() (until 3.13.0).
-    # Versions: all.
-    # Without this piece: garbage that is collected in one of the two, and closes the executor
-    # there, waits for a thread that waits for it. (One was found so, with a thread that closed the
-    # executor at the end of the program as the third.)
-
-    def needs(self, thread: threading.Thread) -> bool:
-        """Whether a thread is one of the executor's own, which must not wait for its end."""
-        return thread in (self.manager, self._calls._thread)
 
     # --- 8. An unfinished message
     #

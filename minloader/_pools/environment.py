@@ -9,24 +9,15 @@ from __future__ import annotations
 import multiprocessing.spawn
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from minloader._memory.files import at_fork
+from minloader._memory import forks
 from minloader._sampling.seeding import derive
 
 HASH_SEED = "PYTHONHASHSEED"
 
-_lock = threading.RLock()  # one sets the environment at a time; reentrant, for signal handlers
-
-
-def _begin_fork() -> None:
-    global _lock
-    _lock = threading.RLock()  # another thread may have held it
-
-
-at_fork(after_in_child=_begin_fork)
+_lock = forks.new_lock()  # one sets the environment at a time; reentrant, for signal handlers
 
 
 @contextmanager

@@ -39,23 +39,29 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import (
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._checks import snapshot
-from minloader._memory.files import at_fork
+from minloader._memory import forks
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._memory.pickling import BatchPacker, OutOfBand, unpack
 from minloader._memory.slot_writer import unmap_closed
-from minloader._pools.base import RemotePool
+from minloader._pools.served import ServedPool, follow
+from minloader._pools.ticket import Ticket
 from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
 from minloader._worker.messages import Failure, Job, JobMissing, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.start import refuse_avalanche
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -128,7 +134,7 @@ class JobSender:
 
     def __init__(self, executor: Executor, job_file: JobFile) -> None:
         self._job_file = job_file
-        self._pid = os.getpid()
+        self._process = forks.process
         self._client: Any = getattr(executor, "_client", None)  # Dask's
         self._lacking: deque[str] = deque()  # where workers are that lack the job
         self._scattered: Any = None  # Dask's future of it
@@ -162,7 +168,7 @@ class JobSender:
         """Have the workers of a Dask cluster let the job go. Does not wait for them."""
         scattered = self._scattered
         self._scattered = None
-        if scattered is not None and os.getpid() == self._pid:
+        if scattered is not None and forks.process is self._process:
             threading.Thread(target=self._tell, name="minloader-job", daemon=True).start()
 
     def _tell(self) -> None:
@@ -171,7 +177,7 @@ class JobSender:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class ForeignPool(RemotePool):
+class ForeignPool(ServedPool):
     """Makes batches in an executor that the user brought, and will shut down.
 
     Args:
@@ -203,27 +209,23 @@ class ForeignPool(RemotePool):
             make_environment=_ThreadEnvironment,
         )
         _jobs_here[self._mark] = self._job
+        self._unfinished: dict[int, Ticket] = {}
         self._options: dict[str, Any] = {}
         if _is_of(self.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
-    def pack(self, task: TaskMessage) -> TaskMessage:
-        packed = super().pack(task)
-        if self.sender is None:
-            return packed
-        try:  # not in submit(), where Ctrl-C is held: it may take long
-            return packed._replace(job=self.sender.attach())
-        except Exception as error:  # raised there: no item is at fault
-            return packed._replace(job=error)
-
-    def submit(self, task: TaskMessage) -> Future[Reply]:
+    def _begin(self) -> None:
         if os.getpid() != self.owner:
             raise RuntimeError(
                 f"executor belongs to process {self.owner}, of which this one is a fork; make "
                 "the Loader and its executor here"
             )
-        refuse_avalanche()
+        super()._begin()
+
+    def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
+        if self.closed:
+            raise RuntimeError("the pool is closed")
         reference = JobReference(
             mark=self._mark,
             num_workers=self.num_workers,
@@ -232,19 +234,24 @@ class ForeignPool(RemotePool):
             address=self._address,
             may_be_remote=self.sender is not None,
         )
+        attachment = None if self.sender is None else self.sender.attach()
+        task = task._replace(slot=ticket.borrow(self.slots))
         sent: Future[Any]  # of a reply, or of JobMissing
-        if isinstance(task.job, Exception):
-            raise task.job
-        attachment: Attachment | None = task.job
         if attachment is None:
             sent = self.executor.submit(run_task, reference, task, **self._options)
         else:
             options = self._options | attachment.options
-            bare = task._replace(job=None)
-            sent = self.executor.submit(run_task, reference, bare, attachment.data, **options)
+            sent = self.executor.submit(run_task, reference, task, attachment.data, **options)
         if self.sender is not None:
             sent.add_done_callback(self.sender.look)  # before whoever sends the task again
-        return sent
+        follow(sent, ticket, task.id, self._unfinished, None)
+
+    def end_all(self) -> None:
+        while self._unfinished:
+            with suppress(KeyError):  # it was done just now
+                ticket = self._unfinished.popitem()[1]
+                ticket.cancel()
+                ticket.fail(CancelledError())
 
     def is_death(self, error: BaseException) -> bool:
         # Dask runs a task again by itself, until it has seen too many workers die with it.
@@ -335,23 +342,12 @@ _jobs_here: weakref.WeakValueDictionary[str, _Loaded] = weakref.WeakValueDiction
 loaded_jobs: dict[str, _Loaded] = {}
 """Jobs of loaders of other processes, by their mark."""
 
-_lock = threading.Lock()
+_lock = forks.new_lock()
 """Held while a job of another process is loaded, and while its worker makes a batch."""
 
 
-def _begin_fork() -> None:
-    """Have a lock that is free: what was forked here may be within a batch of its parent's.
-
-    A worker that was forked from the loader's process loads the job, as any other.
-    """
-    global _lock
-    _jobs_here.clear()
-    _lock = threading.Lock()
-    for job in loaded_jobs.values():
-        job.lock = _lock
-
-
-at_fork(after_in_child=_begin_fork)
+# A worker that was forked from the loader's process loads the job, as any other.
+forks.in_child.append(_jobs_here.clear)
 
 
 def find_job(reference: JobReference, attached: Any = None) -> _Loaded | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 import weakref
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -17,13 +16,14 @@ from types import GeneratorType
 from typing import Any, Protocol
 
 from minloader._checks import format_bytes, snapshot
+from minloader._memory import forks
 from minloader._memory.files import can_be_nameless
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import largest_file, memory_limit
 from minloader._memory.slots import Slots
 from minloader._memory.unpicklable import find_unpicklable
-from minloader._pools.base import InlinePool, Pool, close_pools
+from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
@@ -38,10 +38,8 @@ MOST_GROWTH = 50 << 20
 """Bytes by which views of an array may grow on their way to the workers before the log says so."""
 
 
-class BatchIterator(Protocol):
-    """An iterator over batches, as a pool group sees it: it has tasks under way in some pools."""
-
-    is_superseded: bool
+class EpochUnderWay(Protocol):
+    """An epoch, as a pool group sees it: it has tasks under way in some pools."""
 
     @property
     def pools(self) -> list[Pool]: ...
@@ -58,20 +56,21 @@ class PoolGroup:
         num_workers: how many; 0 for this process itself.
         prefetch_factor: tasks under way for each.
         seed: the loader's.
-        iterators: of the loader, which may have tasks under way.
+        epochs: of the loader, which may have tasks under way.
     """
 
     factory: PoolFactory
     num_workers: int
     prefetch_factor: int
     seed: int
-    iterators: weakref.WeakSet[BatchIterator] = field(default_factory=weakref.WeakSet)
+    epochs: weakref.WeakSet[EpochUnderWay] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
-        self._pools: list[Pool] = []  # those that take tasks
-        self._former: list[Pool] = []  # those that may still have some, or belong to a fork
+        self._pools: list[Pool] = []  # those that take tasks; none in a fork, at first
+        self._former: list[Pool] = []  # those that may still have some
         self._replaced = 0  # workers of pools that are closed
         self._make_pools()
+        forks.told.add(self)
 
     @property
     def max_in_flight(self) -> int:
@@ -81,7 +80,7 @@ class PoolGroup:
     @property
     def pools(self) -> list[Pool]:
         """The pools that take tasks; in a fork of the process that made them, the fork's own."""
-        if self._pools[0].pid != os.getpid():
+        if not self._pools:
             self._make_pools()
         return self._pools
 
@@ -145,7 +144,7 @@ class PoolGroup:
     @property
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
-        return sum(each.in_flight for each in snapshot(self.iterators))
+        return sum(each.in_flight for each in snapshot(self.epochs))
 
     @property
     def replaced(self) -> int:
@@ -159,22 +158,23 @@ class PoolGroup:
 
     def tidy(self) -> None:
         """Close pools that nobody uses any more."""
-        used = {id(pool) for each in snapshot(self.iterators) for pool in each.pools}
+        used = {id(pool) for each in snapshot(self.epochs) for pool in each.pools}
         for pool in list(self._former):
-            if id(pool) not in used and pool.pid == os.getpid():
+            if id(pool) not in used:
                 pool.close()
                 with suppress(ValueError):  # another thread was first
                     self._former.remove(pool)
                     self._replaced += pool.replaced
 
-    def needs(self, thread: threading.Thread) -> bool:
-        """Whether a thread serves the workers, and must not itself wait for their end."""
-        return any(pool.needs(thread) for pool in self._former + self._pools)
-
     def close(self) -> None:
         """End all workers, whatever they are doing, and let the job go."""
-        close_pools(self._former + self._pools)
-        self.factory.close()
+        try:
+            close_pools(self._former + self._pools)
+        except BaseException:  # Ctrl-C: nobody asks again, and they end by themselves
+            leave_pools(self._former + self._pools, 0.0)
+            raise
+        finally:
+            self.factory.close()
 
     @property
     def _count(self) -> int:
@@ -189,10 +189,7 @@ class PoolGroup:
         former = self._pools[keep:]
         pools = kept + [self._make_pool(index) for index in range(len(kept), self._count)]
         for pool in former:
-            # In a fork the worker processes are the parent's, but it has its own copy of an inline
-            # worker.
-            if pool.pid == os.getpid() or isinstance(pool, InlinePool):
-                pool.replace_workers()
+            pool.replace_workers()
         for pool in kept:
             if pool.slots is not None:
                 pool.slots.divide(self._count)
@@ -212,6 +209,11 @@ class PoolGroup:
         count = self._count
         max_in_flight = self.max_in_flight // count
         return self.factory.make(self._infos(index), max_in_flight=max_in_flight, share=count)
+
+    def begin_fork(self) -> None:
+        """Have none of the parent's, in a fork; what is in this process is here, too."""
+        self._pools = [each for each in self._pools if isinstance(each, InlinePool)]
+        self._former = []
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from minloader._memory.files import at_fork
+from minloader._memory import forks
 from minloader._worker.logs import HEAD, PACKET, WorkerWarning
 
 logger = logging.getLogger("minloader")
@@ -59,11 +59,10 @@ class LogReader:
         with suppress(OSError):  # the thread has failed
             self._reader.shutdown(socket.SHUT_RD)
         self.sender.close()
-        if self._thread is not threading.current_thread():  # garbage is collected anywhere
-            self._thread.join(seconds)
+        self._thread.join(seconds)
 
 
-_showing = threading.RLock()
+_showing = forks.new_lock()
 """Held while something is shown. A fork would copy the locks of handlers and files as they are just
 then, held for ever by a thread that is not in the child. So a fork waits for this one, unless a
 handler blocks."""
@@ -78,12 +77,9 @@ def _after_fork() -> None:
         _showing.release()
 
 
-def _in_forked_child() -> None:
-    global _showing
-    _showing = threading.RLock()
-
-
-at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_forked_child)
+forks.before.append(_before_fork)
+forks.in_parent.append(_after_fork)
+forks.in_child.append(_after_fork)
 
 
 def _hand_on(reader: socket.socket) -> None:

@@ -10,16 +10,14 @@ A pool has a list of executors, the last of which takes tasks. The states of one
                      v                                          |     |
                  [ broken ] <-----------------------------------+     |
                      |                                                v
-                     +--------------- end_broken() --------------> [ ended ]
+                     +---------------- end_over() ----------------> [ ended ]
 
-All but the manager thread's own move happens in the thread that calls the pool, under its lock.
-:meth:`ProcessPool.leave` alone takes no lock: whoever closes a loader need not wait for a thread
-that is just submitting to it.
+All but the manager thread's own move happens in the thread of the pool, see ``served.py``.
 
 Guarantees:
 
-1. Each future that ``submit()`` returned is done, at the latest when ``end_broken()`` has ended its
-   executor, or the pool is closed. Then ``deaths`` has the task that a dead worker was making.
+1. Each ticket is finished: with its reply; or, when its executor was buried, with an error, and
+   with the death of the worker that was making it; at the latest when the pool is closed.
 2. When an executor has ended, none of its workers lives, nor a process that they started, wherever
    that went (another group, another session, another parent).
 3. Closing waits GRACE for the workers, whatever their batches do, 2 * GRACE at most for the
@@ -39,14 +37,13 @@ import multiprocessing.spawn
 import secrets
 import signal
 import sys
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -56,16 +53,18 @@ from typing import Any, ClassVar
 
 from minloader._checks import snapshot
 from minloader._errors import WorkerDied
-from minloader._memory.files import interrupts_held
+from minloader._memory import forks
 from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
-from minloader._pools.base import GRACE, Death, RemotePool, close_pools, finish
+from minloader._pools.base import GRACE, close_pools
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.log_reader import LogReader
+from minloader._pools.served import ServedPool, follow
+from minloader._pools.ticket import Bell, Death, Ticket
 from minloader._worker.generators import locks
-from minloader._worker.heartbeat import READY, Heartbeat, Heartbeats
+from minloader._worker.heartbeat import READY, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import (
     handled_signals,
@@ -75,11 +74,10 @@ from minloader._worker.lifetimes import (
     reap_orphans,
 )
 from minloader._worker.logs import LogSettings
-from minloader._worker.messages import Reply, TaskMessage
+from minloader._worker.messages import TaskMessage
 from minloader._worker.start import (
     TOKEN,
     WorkerSetup,
-    refuse_avalanche,
     run,
     warm_up,
     worker_main,
@@ -106,8 +104,14 @@ program was stopped meanwhile, or the machine slept, or the consumer was busy.""
 TOO_LONG = "a batch took too long"
 """Why a worker is killed that makes a batch for longer than ``timeout``."""
 
-STOOD_STILL = "it stood still between batches while some waited for it; it was at"
-"""Why one is killed that makes none, while tasks have waited for it for longer than that."""
+STARTS = "its start took too long, here:"
+"""The same of one that has not started."""
+
+STOOD_STILL = "it stood still while a task waited that no worker began with; it was at"
+"""Why one is killed that makes nothing, where none begins with anything for longer than that."""
+
+PATIENCE = 0.5
+"""Seconds that tasks are under way before it is looked whether a worker is stuck."""
 
 STUCK = 1.0
 """Seconds after which an executor that has not noticed a death is taken to be stuck."""
@@ -157,11 +161,10 @@ class WorkerProcess:
         """
         masks = hasattr(signal, "pthread_sigmask")
         held = [signal.SIGINT, *(handled_signals() if self._forks else ())]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, []) if masks else ()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, held) if masks else ()
         try:
-            if masks:  # only here: a handler of the script's may raise as soon as it is done
-                signal.pthread_sigmask(signal.SIG_BLOCK, held)
-            with hash_seed(self._seed):
+            # A fork hashes as its parent does, and would have the lock of the environment for ever.
+            with nullcontext() if self._forks else hash_seed(self._seed):
                 start_worker(self._process, self._locks)
             self.began = time.perf_counter()
         finally:
@@ -274,9 +277,10 @@ class _Executor(Executor):
     Attributes:
         setup: what each worker is given when it starts.
         heartbeats: what the workers are doing.
+        oom_kills: how many processes the kernel had killed before, for want of memory.
         leaving: whether it takes no more tasks.
-        unfinished: futures of tasks under way, by the task's id.
-        lost: ids of tasks that were under way when it broke.
+        unfinished: tickets of tasks under way, by the task's id.
+        lost: the same of those that were under way when it broke, with the error.
     """
 
     def __init__(
@@ -285,20 +289,22 @@ class _Executor(Executor):
         heartbeats: Heartbeats,
         logs: LogReader,
         context: _WorkerContext,
+        wake: Callable[[], object],
     ) -> None:
         self._context = context
         super().__init__(heartbeats.count, self._context)
         self.setup = setup
-        self._oom_kills = oom_kills()
+        self.oom_kills = oom_kills()
         self._dead_since: float | None = None
         self._stopwatch = Stopwatch()
-        self._waiting: dict[int, float] = {}  # tasks for any worker to take, first seen when
-        self._looked_at: set[int] = set()  # tasks under way at the last look
+        self._signs: Any = None  # of life, at the last look
+        self._still_since = 0.0  # when they were seen first
         self.heartbeats = heartbeats
         self._logs = logs
         self.leaving = False
-        self.unfinished: dict[int, Future[Reply]] = {}
-        self.lost: set[int] = set()
+        self.unfinished: dict[int, Ticket] = {}
+        self.lost: dict[int, tuple[Ticket, BaseException]] = {}
+        self._wake = wake
 
     @property
     def workers(self) -> list[WorkerProcess]:
@@ -314,18 +320,6 @@ class _Executor(Executor):
         """Whether nothing more will come of it."""
         is_done = self.leaving and self.manager is not None and not self.manager.is_alive()
         return is_done or self.broken
-
-    def send(self, task: TaskMessage) -> Future[Reply]:
-        """Submit a task to the workers."""
-        future = self.submit(run, task)
-        self.unfinished[task.id] = future
-        future.add_done_callback(partial(_note_done, self.unfinished, self.lost, task.id))
-        return future
-
-    def _fail(self, reason: str) -> None:
-        """Give all tasks under way an error, unless they are done just now."""
-        for future in snapshot(self.unfinished.values()):
-            finish(future, BrokenProcessPool(reason))
 
     def leave(self, *, drop: bool) -> None:
         """Take no more tasks; ``drop`` those that no worker has begun with."""
@@ -352,7 +346,9 @@ class _Executor(Executor):
         if self.manager is None:  # it could not start
             for worker in self.workers:
                 worker.join(GRACE)
-        self._fail("the workers have ended")
+        for number, ticket in snapshot(self.unfinished.items()):
+            if self.unfinished.pop(number, None) is not None:  # it is not done just now
+                self.lost[number] = ticket, BrokenProcessPool("the workers have ended")
 
     def clean_up(self) -> None:
         """Remove what the workers may have left; the last thing, when they have ended."""
@@ -381,6 +377,7 @@ class _Executor(Executor):
         for worker in self.workers:
             worker.ended_by_us |= not worker.has_ended()
         super().mark_broken(reason)
+        self._wake()
 
     def watch(self, timeout: float | None) -> None:
         """Kill workers whose batch takes longer than ``timeout``; find out whether it is stuck."""
@@ -389,138 +386,57 @@ class _Executor(Executor):
         if timeout is not None:
             self._stopwatch.look(timeout)
             self._kill_late(timeout)
-            self._kill_idle(timeout)
         # The manager thread notices a death at once, unless it is in the middle of a message that
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
-        manager = self.manager
-        reason = ""
-        if manager is not None and not manager.is_alive() and self.unfinished:
-            # It has ended with an error: Ctrl-C came in the middle of the executor's submit(),
-            # which then gave a number twice.
-            reason = "the executor's thread has ended"
-        elif not dead or (self.leaving and not self.unfinished):
+        if not dead or (self.leaving and not self.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
         elif time.monotonic() - self._dead_since > STUCK:
-            reason = "a worker died while it sent a reply"
-        if reason:
             self._kill([worker for worker in self.workers if worker not in dead])
-            self._fail(reason)
-            self.break_up(reason)
+            self.break_up("a worker died while it sent a reply")
 
     def _kill_late(self, timeout: float) -> None:
-        for n, worker in enumerate(self.workers):
-            heartbeat = self.heartbeats.last(n)
-            is_late = not worker.fault and self._is_late(worker, heartbeat, timeout)
-            if not is_late or worker.has_ended():  # by itself
-                continue
-            stack = self._stack(worker)
-            if self._is_late(worker, self.heartbeats.last(n), timeout):  # it has not gone on
-                starts = heartbeat.task == 0
-                fault = f"its start took too long, here:\n{stack}" if starts else TOO_LONG
-                self._kill_for(worker, fault, stack)
-
-    def _is_late(self, worker: WorkerProcess, heartbeat: Heartbeat, timeout: float) -> bool:
-        if heartbeat.task == 0:  # it has not started
-            late = self._stopwatch.since(worker.began) > max(timeout, LONGEST_START)
-            return late and bool(self.unfinished)
-        late = self._stopwatch.since(heartbeat.began) > timeout
-        return late and heartbeat.task in self.unfinished
-
-    def _kill_idle(self, timeout: float) -> None:
-        """Kill workers that make nothing, while tasks wait for them, or replies are to be sent.
-
-        A worker may be stopped, or a thread of it hold the interpreter, when it is to send a reply,
-        or take the next task. If it is its turn, the others wait for it.
-        """
+        """Kill workers that are at something for too long, or at nothing while tasks wait."""
+        unfinished = set(snapshot(self.unfinished))
         beats = [self.heartbeats.last(n) for n in range(len(self.workers))]
-        making = {beat.task for beat in beats if beat.began < math.inf and beat.task > 0}
-        making &= self.unfinished.keys()
-        made = {beat.task for beat in beats} - making
-        has_read_all = not self.has_replies  # else it is this process that has not come to a reply
-        # A future runs when its task is where any worker can take it.
-        waiting = [
-            task
-            for task, future in snapshot(self.unfinished.items())
-            if task not in making and future.running() and (has_read_all or task not in made)
-        ]
-        now = self._stopwatch.last
-        tasks = set(snapshot(self.unfinished))
-        if not has_read_all and tasks == self._looked_at:
-            # This process has read nothing since the last look: nobody is late.
-            self._waiting = dict.fromkeys(self._waiting, now)
-        self._looked_at = tasks
-        # When that was seen for the first time; those that a worker has taken since are gone.
-        self._waiting = {task: self._waiting.get(task, now) for task in waiting}
-        since = self._stopwatch.since
-        overdue = {task for task, seen in self._waiting.items() if since(seen) > timeout}
-        # A worker that reads ahead has the next task, too, while it makes the batches of one.
-        if len(overdue) <= len(making) or any(worker.fault for worker in self.workers):
-            return  # if one was killed, the others are about to be replaced
-        stacks = {}
+        signs = unfinished, beats
+        # While there are replies, it is this process that has not come to them.
+        if signs != self._signs or self.has_replies:
+            self._signs = signs
+            self._still_since = self._stopwatch.last
+        making = unfinished.intersection([beat.task for beat in beats if beat.began < math.inf])
+        waiting = unfinished - making
+        if len(waiting) <= len(making):
+            waiting = set()  # a worker that reads ahead has the next task, too
         for n, worker in enumerate(self.workers):
             beat = beats[n]
-            if beat.task and beat.task not in making and not worker.has_ended():
-                stack = self._stack(worker)
-                if self.heartbeats.last(n) == beat:  # else it was between two tasks just then
-                    stacks[worker] = stack
-        if len(overdue & self.unfinished.keys()) <= len(making):
-            return  # replies have come meanwhile, which the manager thread had already read
-        # Of several, those are to blame that do not answer, if there are any.
-        silent = [worker for worker, stack in stacks.items() if not stack]
-        for worker in silent or stacks:
-            stack = stacks[worker] or "(the worker did not answer)"
-            self._kill_for(worker, f"{STOOD_STILL}\n{stack}", stacks[worker])
+            tasks, began, limit, fault = {beat.task}, beat.began, timeout, TOO_LONG
+            if not beat.task:
+                tasks, began, fault = unfinished, worker.began, STARTS
+                limit = max(timeout, LONGEST_START)
+            elif beat.task not in making:
+                # It may be stopped, or a thread of it hold the interpreter, when it is to send a
+                # reply, or take the next task. If it is its turn, the others wait for it. One is
+                # killed: all are replaced then.
+                tasks = set() if any([each.fault for each in self.workers]) else waiting
+                began, fault = self._still_since, STOOD_STILL
+            is_late = bool(tasks) and self._stopwatch.since(began) > limit
+            if not is_late or worker.fault or worker.has_ended():  # by itself
+                continue
+            stack = self._stack(worker)
+            # Else it has gone on, but for a sample of the same batch, or the replies have come.
+            if self.heartbeats.last(n)[1:] == beat[1:] and tasks <= self.unfinished.keys():
+                if fault is not TOO_LONG:
+                    fault += f"\n{stack or '(the worker did not answer)'}"
+                worker.fault = fault
+                worker.stack = stack
+                _kill([worker])
 
     def _stack(self, worker: WorkerProcess) -> str:
         return self.heartbeats.stack(partial(send_signal, worker), GRACE)
-
-    def _kill_for(self, worker: WorkerProcess, fault: str, stack: str) -> None:
-        worker.fault = fault
-        worker.stack = stack
-        _kill([worker])
-
-    def deaths(self) -> Iterator[tuple[Heartbeat, Death]]:
-        """Find the workers that died by themselves, or were killed for taking too long."""
-        out_of_memory = oom_kills() > self._oom_kills
-        for n, worker in enumerate(self.workers):
-            if worker.ended_by_us and not worker.fault:
-                continue
-            heartbeat = self.heartbeats.last(n)
-            if worker.fault:
-                cause = f"killed, since {worker.fault}"
-            else:
-                cause = _exit_text(worker.exitcode, out_of_memory)
-            yield (
-                heartbeat,
-                Death(
-                    item=heartbeat.item,
-                    worker=self.setup.infos[n].id,
-                    pid=worker.pid,
-                    exitcode=worker.exitcode,
-                    cause=cause,
-                    stack=worker.stack,
-                    sample_number=heartbeat.sample_number,
-                    crash=self.heartbeats.crash() if -(worker.exitcode or 0) in CRASHES else "",
-                ),
-            )
-
-
-def _note_done(
-    unfinished: dict[int, Future[Reply]], lost: set[int], task_id: int, future: Future[Reply]
-) -> None:
-    """Note that a task of an executor is done.
-
-    It does not know the executor: the future leads here, and it would lead to a cycle. The
-    collector, which would have to find that, may come while the system's semaphores are counted,
-    which CPython 3.12 refuses.
-    """
-    unfinished.pop(task_id, None)
-    if not future.cancelled() and future.exception() is not None:
-        lost.add(task_id)
 
 
 def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
@@ -538,7 +454,7 @@ def _exit_text(exitcode: int | None, out_of_memory: bool) -> str:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class ProcessPool(RemotePool):
+class ProcessPool(ServedPool):
     """Makes batches in worker processes, started when there is work for them.
 
     Args:
@@ -559,12 +475,10 @@ class ProcessPool(RemotePool):
             # it becomes a worker, and does not come back. Others begin at once.
             multiprocessing.spawn.freeze_support()
         super().__post_init__()
-        self._deaths: dict[int, Death] = {}  # by lost task that the worker was just running
         # How those ended that never got ready, one after another.
         self._failed_starts: list[str] = []
-        self._lock = threading.RLock()
         self._executors: list[_Executor] = []  # the last one takes tasks
-        self._closed = False
+        self._next_watch = 0.0
         _pools.add(self)
 
     @property
@@ -574,9 +488,9 @@ class ProcessPool(RemotePool):
 
     def _current(self) -> _Executor:
         """The executor that takes tasks, a new one if need be."""
-        if self._closed:
+        if self.closed:
             raise RuntimeError("the pool is closed")
-        self.end_broken()
+        self.end_over()
         if len(self._failed_starts) >= MOST_FAILED_STARTS:
             raise WorkerDied(
                 f"workers cannot be started: {len(self._failed_starts)} in a row died before "
@@ -586,14 +500,12 @@ class ProcessPool(RemotePool):
             )
         executor = self._last
         if executor is None:
-            with interrupts_held():  # it would leave what is open by then
-                executor = self._new_executor()
-                self._executors.append(executor)
+            executor = self._new_executor()
+            self._executors.append(executor)
         return executor
 
     def _new_executor(self) -> _Executor:
-        refuse_avalanche()
-        infos = self.infos  # once: another thread may set num_workers
+        infos = self.infos  # once: the consumer's thread may set num_workers
         heartbeats = Heartbeats(len(infos))
         logs = LogReader()
         try:
@@ -604,11 +516,12 @@ class ProcessPool(RemotePool):
                 infos=infos,
                 logs=logs.sender,
                 log_settings=LogSettings.of_this_process(),
-                libraries=LibrarySettings.of_this_thread(),
+                libraries=self._libraries,
             )
             free = locks(self.job.obj) if isinstance(self.job, ForkedJob) else []
             context = _WorkerContext(self.context, setup, self.job.inherited, free)
-            return _Executor(setup, heartbeats, logs, context)
+            wake = partial(self._inbox.put, int)
+            return _Executor(setup, heartbeats, logs, context, wake)
         except BaseException as error:  # no descriptors, no semaphores
             heartbeats.close()
             logs.close(GRACE)
@@ -618,12 +531,35 @@ class ProcessPool(RemotePool):
             raise
 
     def _collect_deaths(self, executor: _Executor) -> None:
-        for heartbeat, death in executor.deaths():
+        """Find the workers that died by themselves, or were killed for taking too long.
+
+        Tickets of those who are to blame are told, and else the log.
+        """
+        out_of_memory = oom_kills() > executor.oom_kills
+        for n, worker in enumerate(executor.workers):
+            if worker.ended_by_us and not worker.fault:
+                continue
+            beat = executor.heartbeats.last(n)
+            has_crashed = -(worker.exitcode or 0) in CRASHES
+            cause = f"killed, since {worker.fault}"
+            death = Death(
+                item=beat.item,
+                worker=executor.setup.infos[n].id,
+                pid=worker.pid,
+                exitcode=worker.exitcode,
+                cause=cause if worker.fault else _exit_text(worker.exitcode, out_of_memory),
+                stack=worker.stack,
+                sample_number=beat.sample_number,
+                crash=executor.heartbeats.crash() if has_crashed else "",
+            )
             self.replaced += 1
-            if heartbeat.task == 0 or (heartbeat.task == READY and death.stack is not None):
+            if beat.task == 0 or (beat.task == READY and worker.fault):
                 self._failed_starts.append(death.cause)
-            if heartbeat.task in executor.lost:
-                self._deaths[heartbeat.task] = death
+            ticket, _ = executor.lost.get(beat.task, (None, None))
+            # One that we killed when it had made all of a task stood still for no fault of that.
+            stood_still = worker.fault and beat.began == math.inf
+            if ticket is not None and not ticket.is_dropped and not stood_still:
+                ticket.death = death
                 continue  # whoever has sent the task says what it was
             logger.warning(
                 "worker %d (pid %d) died: %s; the workers are replaced, and what was under way "
@@ -633,80 +569,105 @@ class ProcessPool(RemotePool):
                 death.cause,
             )
 
-    def submit(self, task: TaskMessage) -> Future[Reply]:
-        with self._lock:
-            return self._current().send(task)
+    # --- in the consumer's thread
+
+    def _begin(self) -> None:
+        if self._last is None:  # or those of the thread
+            self._libraries = LibrarySettings.of_this_thread()
+        super()._begin()
+
+    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
+        if self._last is None and self.context.get_start_method() == "fork" and not self.closed:
+            # A fork has all as it is now, and while this thread waits here.
+            self._start()
+        return super().submit(task, bell)
 
     def start(self) -> None:
-        with self._lock:
-            self.forgive_failed_starts()
-            # If it breaks just now, another takes its place with the first task.
-            with suppress(BrokenExecutor):
-                executor = self._current()
-                while executor.may_start_workers:
-                    with interrupts_held():
-                        executor.submit(warm_up)  # starts a worker, unless one is idle
+        self.forgive_failed_starts()
+        error = self._start()
+        if error is not None:
+            raise error
 
-    def watch(self) -> None:
-        with self._lock:
-            for executor in self._executors:
-                executor.watch(self.timeout)
+    def _start(self) -> BaseException | None:
+        """Start all workers, and wait for that. Return what came in between."""
+        bell = Bell()
+        ticket = self._ask(self._start_all, bell)
+        while not ticket.is_done:
+            bell.wait()
+        return ticket.error
 
-    def end_broken(self) -> None:
-        with self._lock:
-            # If the pool is closed, end() does it.
-            over = [each for each in self._executors if each.is_over and not self._closed]
-            for executor in over:
-                executor.end(time.monotonic() + GRACE)
-                with interrupts_held():  # a death counts once
-                    self._executors.remove(executor)
-                    if executor.broken:
-                        self._collect_deaths(executor)
-                    executor.clean_up()
+    def renew(self, pid: int, why: str) -> None:
+        self._inbox.put(partial(self._retire, pid, why))
 
-    def take_death(self, task_id: int) -> Death | None:
-        return self._deaths.pop(task_id, None)
+    def replace_workers(self) -> None:
+        self._inbox.put(self._retire)
 
     def forgive_failed_starts(self) -> None:
         self._failed_starts.clear()
 
-    def renew(self, pid: int, why: str) -> None:
-        with self._lock:
-            # Others are leaving already: all that they still send says the same.
-            executor = self._last
-            if executor is not None and pid in [worker.pid for worker in executor.workers]:
-                logger.warning(
-                    "%s: all workers are replaced, as soon as they have done what they were given",
-                    why,
-                )
-                self.replaced += len(executor.workers)
-                executor.leave(drop=False)
+    # --- in the pool's thread
 
-    def replace_workers(self) -> None:
-        with self._lock:
-            executor = self._last
-            if executor is not None:
-                executor.leave(drop=False)
+    def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
+        executor = self._current()
+        task = task._replace(slot=ticket.borrow(self.slots))
+        follow(executor.submit(run, task), ticket, task.id, executor.unfinished, executor.lost)
 
-    def needs(self, thread: threading.Thread) -> bool:
-        return any(executor.needs(thread) for executor in snapshot(self._executors))
+    def _start_all(self, ticket: Ticket) -> None:
+        # If it breaks just now, another takes its place with the first task.
+        with suppress(BrokenExecutor):
+            executor = self._current()
+            while executor.may_start_workers:
+                executor.submit(warm_up)  # starts a worker, unless one is idle
+        ticket.finish(None)
 
-    def leave(self) -> None:
-        self._closed = True
-        for executor in list(self._executors):
+    def _retire(self, pid: int | None = None, why: str = "") -> None:
+        """Have the workers leave when they are done, all of them or those of a process."""
+        executor = self._last
+        # Others are leaving already: all that they still send says the same.
+        if executor is None or (why and pid not in [worker.pid for worker in executor.workers]):
+            return
+        if why:
+            logger.warning(
+                "%s: all workers are replaced, as soon as they have done what they were given", why
+            )
+            self.replaced += len(executor.workers)
+        executor.leave(drop=False)
+
+    def look(self) -> float | None:
+        self.end_over()
+        if not any(each.unfinished or each.leaving for each in self._executors):
+            return None
+        patience = PATIENCE if self.timeout is None else min(PATIENCE, self.timeout / 8)
+        now = time.monotonic()
+        if now > self._next_watch:
+            self.watch()
+            self._next_watch = now + patience
+        return patience
+
+    def watch(self) -> None:
+        """Look for workers that are stuck."""
+        for executor in self._executors:
+            executor.watch(self.timeout)
+
+    def end_over(self) -> None:
+        """End executors that have broken, or left, and finish the tickets that they have lost."""
+        for executor in [each for each in self._executors if each.is_over]:
+            self._end(executor, time.monotonic() + GRACE)
+
+    def end_all(self) -> None:
+        for executor in self._executors:
             executor.leave(drop=True)
+        while self._executors:
+            self._end(self._executors[-1], self.deadline)
 
-    def end(self, deadline: float) -> None:
-        with self._lock:
-            # The collector may come meanwhile, and end the pool within this.
-            while last := self._executors[-1:]:
-                (executor,) = last
-                executor.end(deadline)
-                executor.clean_up()
-                # Only now: Ctrl-C meanwhile leaves the rest to the exit.
-                with suppress(ValueError):
-                    self._executors.remove(executor)
-        super().end(deadline)
+    def _end(self, executor: _Executor, deadline: float) -> None:
+        executor.end(deadline)
+        self._executors.remove(executor)
+        if executor.broken and not self.closed:
+            self._collect_deaths(executor)
+        executor.clean_up()
+        for ticket, error in executor.lost.values():
+            ticket.fail(error)
 
 
 _pools: weakref.WeakSet[ProcessPool] = weakref.WeakSet()
@@ -718,3 +679,4 @@ def _close_all() -> None:
 
 
 register_exit(_close_all)
+forks.in_child.append(_pools.clear)  # they are the parent's

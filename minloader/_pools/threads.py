@@ -6,16 +6,17 @@ import contextvars
 import queue
 import threading
 import time
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._checks import snapshot
 from minloader._memory.files import interrupts_held
-from minloader._pools.base import Pool, finish
+from minloader._pools.base import Pool
+from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.environment import Environment
-from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
+from minloader._worker.messages import Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 
 
@@ -38,9 +39,9 @@ class ThreadPool(Pool):
         self._threads: list[threading.Thread] = []
         self._leaving: list[threading.Thread] = []  # with a queue of their own, which has an end
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # Not a WeakSet: a future that the consumer lets go of would run Python in its thread, and
+        # Not a WeakSet: a ticket that the consumer lets go of would run Python in its thread, and
         # CPython drops a Ctrl-C that comes there.
-        self.unfinished: set[Future[Reply]] = set()
+        self.unfinished: set[Ticket] = set()
         self._lock = threading.RLock()  # who closes the loader may not be who draws from it
         self._closed = False
 
@@ -51,16 +52,21 @@ class ThreadPool(Pool):
             missing = self.infos[len(self._threads) :]
             with interrupts_held() if missing else nullcontext():  # one would be known to nobody
                 for info in missing:
-                    self._threads.append(_start_thread(self.job, replace(info), self._tasks))
+                    args = self.job, replace(info), self._tasks, self.unfinished
+                    self._threads.append(_start_thread(*args))
 
-    def submit(self, task: TaskMessage) -> Future[Reply]:
-        future: Future[Reply] = Future()
-        with self._lock:
-            self.start()
-            self.unfinished.add(future)
-            future.add_done_callback(self.unfinished.discard)
-            self._tasks.put((future, task))
-        return future
+    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
+        ticket = Ticket(bell, task)
+        try:
+            with self._lock:
+                ticket.task = self.pack(task)
+                self.start()
+                self.unfinished.add(ticket)
+                self._tasks.put(ticket)
+        except Exception as error:  # no threads
+            ticket.step = "sending"
+            ticket.fail(error)
+        return ticket
 
     def replace_workers(self) -> None:
         # A Ctrl-C in the middle would leave threads that were told to go, and are taken for there.
@@ -71,13 +77,12 @@ class ThreadPool(Pool):
             self._threads = []
             self._tasks = queue.SimpleQueue()
 
-    def leave(self) -> None:
+    def leave(self, deadline: float) -> None:
         with self._lock:
             self._closed = True
-        for future in snapshot(self.unfinished):
-            if not future.cancel():
-                # A thread cannot be stopped, but whoever waits for it can be told.
-                finish(future, CancelledError())
+        for ticket in snapshot(self.unfinished):
+            # A thread cannot be stopped, but whoever waits for it can be told.
+            ticket.fail(CancelledError())
         self.replace_workers()
 
     def end(self, deadline: float) -> None:
@@ -87,13 +92,15 @@ class ThreadPool(Pool):
         self._leaving = []
 
 
-def _start_thread(job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> threading.Thread:
+def _start_thread(
+    job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any], unfinished: set[Ticket]
+) -> threading.Thread:
     """Start a worker thread. It knows the queue, not the pool, which may be collected."""
     thread = threading.Thread(
         # numpy.errstate and decimal's precision are context variables: a batch has those of its
         # consumer, as in a process. Python gives them to a thread where it was told to (from 3.14).
         target=contextvars.copy_context().run,
-        args=(_make_batches, job, info, tasks),
+        args=(_make_batches, job, info, tasks, unfinished),
         name=f"minloader-{info.id}",
         daemon=True,
     )
@@ -101,17 +108,20 @@ def _start_thread(job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> 
     return thread
 
 
-def _make_batches(job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any]) -> None:
+def _make_batches(
+    job: Job, info: WorkerInfo, tasks: queue.SimpleQueue[Any], unfinished: set[Ticket]
+) -> None:
     """Make the batches of tasks until there is None."""
     worker: Worker | None = None
-    while (entry := tasks.get()) is not None:
-        future, task = entry
-        if not future.set_running_or_notify_cancel():
-            continue
+    while (ticket := tasks.get()) is not None:
         try:
+            if ticket.is_dropped or ticket.is_done:
+                continue
             if worker is None:
                 worker = Worker(job, info, Environment())
-            finish(future, worker.run(task))
+            ticket.finish(worker.run(ticket.task))
         except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
-            finish(future, error)
-        del entry, future, task  # while it waits, it must not keep the last batch alive
+            ticket.fail(error)
+        finally:
+            unfinished.discard(ticket)
+            del ticket  # while it waits, it must not keep the last batch alive

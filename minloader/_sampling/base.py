@@ -24,17 +24,22 @@ To write a sampler, derive from :class:`Sampler`, and give it a :class:`Run` of 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from minloader._checks import brief_repr, check_bool, check_choice, check_int, state_of
 from minloader._sampling.ranks import with_inner
+from minloader._sampling.reader import Resettable
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import ItemSource, Reading, Resettable
+from minloader._sampling.source import ItemReader, ItemSource
 
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
 state gets another entry."""
+
+MOST_RANKS = 1 << 20
+"""More than the processes that any training has; each has its part of what is planned."""
 
 RunState = dict[str, Any]
 """Where in an epoch a run is, as plain values, which nobody changes:
@@ -134,7 +139,7 @@ class Sampler(Resettable):
     def __init__(self, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         self.shuffle = check_bool("shuffle", shuffle)
         self.seed = check_int("seed", seed, 0)
-        self.world_size = check_int("world_size", world_size, 1)
+        self.world_size = check_int("world_size", world_size, 1, MOST_RANKS)
         self.rank = check_int("rank", rank, 0)
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
@@ -285,7 +290,7 @@ class Sampler(Resettable):
 
     def _read(self, epoch: int, position: Any) -> Any:
         """Return what reads items from a position in the source on."""
-        return Reading(self._source.of_epoch(position), epoch, position)
+        return ItemReader(self._source.of_epoch(position), epoch, position)
 
     def _check_source(self, epoch: int, position: Any) -> None:
         """Refuse a position in the source, from a state of an epoch."""
@@ -366,10 +371,10 @@ class Sampler(Resettable):
     def _check_limits(self, values: Iterable[Any]) -> None:
         """Refuse what steps cannot have been dealt out by where a state is from."""
         for name, value in zip(self._dealt_by, values, strict=False):
-            if not (value is None or (isinstance(value, int | float) and value > 0)):
-                raise ValueError(
-                    f"{name} must be above 0, but in the state it is {brief_repr(value)}"
-                )
+            if name == "world_size":
+                check_int(name, value, 1, MOST_RANKS)
+            elif not (isinstance(value, float) and name.startswith("max_") and value > 0):
+                check_int(name, 1 if value is None else value, 1, sys.maxsize)
 
     def _check_identity(self, state: dict[str, Any], allowed: Sequence[str]) -> None:
         """Refuse a state of a sampler with another order, but for what is allowed."""
@@ -404,9 +409,8 @@ class Sampler(Resettable):
 
     def _check_run_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that is no RunState."""
-        check_int("world_size", state["world_size"], 1)
         for name in ("epoch", "batches", "begun", "errors", "dropped"):
-            check_int(name, state[name], 0)
+            check_int(name, state[name], 0, sys.maxsize)
         for name in ("world_size_history", "left"):
             if not isinstance(state[name], list | tuple):
                 raise ValueError(f"{name} must be a list, got {brief_repr(state[name])}")
@@ -422,8 +426,11 @@ class Sampler(Resettable):
                     f"{brief_repr(state['world_size_history'])}"
                 )
             self._check_limits(part)
-        if type(state["between"]) is not bool:
-            raise ValueError(f"between must be a bool, got {brief_repr(state['between'])}")
+        check_bool("between", state["between"])
+        until = [part[-1] for part in state["world_size_history"]]
+        numbers = [state["begun"], *until, 0 if state["between"] else state["batches"]]
+        if numbers != sorted(numbers):
+            raise ValueError(f"batches must be given one after another, got {brief_repr(numbers)}")
 
     def _derive(self, *case: int) -> int:
         """Return what an epoch, or a part of it, is shuffled by: the numbers say which."""

@@ -52,7 +52,7 @@ class StepRun(Run):
         whole = ranks * (size or 1)
         last_batch = self.sampler.last_batch
         if len(self._left) < whole:
-            self._reading.take(self._left, whole - len(self._left))
+            self._reading.add_to(self._left, whole - len(self._left))
         if len(self._left) < (ranks if last_batch == "keep" else whole):
             if last_batch != "rollover":
                 self.dropped = len(self._left)

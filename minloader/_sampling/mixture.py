@@ -26,9 +26,9 @@ from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import (
+    ItemReader,
     ItemSource,
     LookUp,
-    Reading,
     ReadPosition,
     as_count,
     look_up,
@@ -133,8 +133,8 @@ class Draws:
         self._passes: list[int] = [number for number, _ in start["parts"]]
         self._readings = [self._read(n, position) for n, (_, position) in enumerate(start["parts"])]
 
-    def _read(self, part: int, position: ReadPosition) -> Reading:
-        return Reading(self._parts[part], self._epoch + self._passes[part] * PASS, position)
+    def _read(self, part: int, position: ReadPosition) -> ItemReader:
+        return ItemReader(self._parts[part], self._epoch + self._passes[part] * PASS, position)
 
     @staticmethod
     def beginning(positions: Sequence[ReadPosition]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Draws:
             self._weights = list(weights)
             self._compute_shares()
 
-    def take(self, into: list[Any], most: int) -> None:
+    def add_to(self, into: list[Any], most: int) -> None:
         """Add draws to a list, each the number of a part and its next item; fewer at the end."""
         most += len(into)
         while len(into) < most and any(self._shares):
@@ -189,7 +189,7 @@ class Draws:
         items: list[Any] = []
         while not items:
             reading = self._readings[part]
-            reading.take(items, 1)
+            reading.add_to(items, 1)
             if items or self._stop != "never":
                 break
             position = reading.position()
@@ -249,7 +249,7 @@ class Draws:
 
     def _compute_shares(self) -> None:
         """Divide the next draws by weight between the parts that have not ended."""
-        ended = [reading.ended for reading in self._readings]
+        ended = [reading.is_ended for reading in self._readings]
         is_at_end = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
         weights = [Fraction(0 if is_at_end or is_out else weight) for weight, is_out in pairs]

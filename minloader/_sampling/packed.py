@@ -102,9 +102,7 @@ class PackedBatchSampler(WindowSampler):
         world_size: int = 1,
         sampler: Iterable[Any] | None = None,
     ) -> None:
-        self.capacity = check_int("capacity", capacity, 1)
-        if self.capacity > MOST:
-            raise ValueError(f"capacity must be at most {MOST}, got {self.capacity}")
+        self.capacity = check_int("capacity", capacity, 1, MOST)
         self.rows = None if rows is None else check_int("rows", rows, 1)
         self.window = None if window is None else check_int("window", window, 1)
         super().__init__(
@@ -136,7 +134,7 @@ class PackedBatchSampler(WindowSampler):
         rows = order[:0]
         for start in range(0, len(costs), size):
             added = order[start : start + size]
-            packed = _best_fit(costs[added], by["capacity"])
+            packed = _best_fit(costs[added], int(self._limit(by)[1]))
             pieces = np.append(pieces, added)
             rows = np.append(rows, packed + (rows.max() + 1 if len(rows) else 0))
             is_last = start + size >= len(costs)
@@ -227,7 +225,7 @@ def _arranged(
         of the pieces that are left, ascending.
     """
     ranks: int = by["world_size"]
-    each: int = by["rows"] or 1
+    each: int = min(by["rows"] or 1, len(rows))
     by_row = np.argsort(rows, kind="stable")
     starts = np.flatnonzero(np.diff(rows[by_row], prepend=-1))
     while is_last and (short := -len(starts) % ranks) and len(starts) < len(rows):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from minloader._sampling.source import Resettable
+from minloader._sampling.reader import Resettable
 
 
 def with_inner(sampler: Any) -> list[Any]:

@@ -259,7 +259,8 @@ class WindowSampler(Sampler):
 
     def _limit(self, by: Any) -> tuple[str, float]:
         """Return what an entry may cost at most where steps are dealt out by ``by``; its name."""
-        return next((name, by[name]) for name in self._limit_names if by[name])
+        limits = ((name, by[name]) for name in self._limit_names if by[name])
+        return next(limits, ("", MOST))  # a state that is damaged has none
 
     # --- windows
 
@@ -509,17 +510,17 @@ class _WindowRun(Run):
         """Read the next window, or the rest of it where an error has interrupted that."""
         reading = self._reading
         items = self._items
-        first = reading.read
+        first = reading.next
         before = len(items)
         try:
-            reading.take(items, WINDOW - before)
+            reading.add_to(items, WINDOW - before)
         except Exception as error:
-            if reading.ended:  # it cannot be begun, which is no error of a window
+            if reading.is_ended:  # it cannot be begun, which is no error of a window
                 raise
             self._pending_errors.append(error)
         finally:
             self._item_numbers += range(first, first + len(items) - before)
-        if reading.ended or len(items) >= WINDOW:
+        if reading.is_ended or len(items) >= WINDOW:
             self._window, errors = self.sampler._window_of(items, self._item_numbers)
             self._pending_errors += errors
             self._items = []
@@ -532,7 +533,7 @@ class _WindowRun(Run):
         reading = self._reading
         beginning = self.sampler._beginning()
         dropped = self.dropped + planned.dropped
-        ended = self._window is self.sampler._all or reading.ended
+        ended = self._window is self.sampler._all or reading.is_ended
         if ended:
             start = beginning | {"source": reading.following()}
         else:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextvars import Context, copy_context
@@ -31,8 +30,8 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
-from minloader._checks import brief_repr, check_int, has_getitem, snapshot
-from minloader._memory.files import at_fork
+from minloader._checks import brief_repr, check_int, has_getitem
+from minloader._memory import forks
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
 
@@ -98,7 +97,7 @@ class concurrent:  # noqa: N801  # used as a function
         self.limit = check_int("limit", limit, 1)
         self._lock = threading.Lock()  # several threads may make batches
         self._read: Callable[[Futures, Reads], object] | None = None
-        _datasets.add(self)
+        forks.told.add(self)
 
     def __reduce__(self) -> Any:
         return concurrent, (self.dataset, self.limit)
@@ -195,17 +194,6 @@ def _check_is_entered(dataset: Any) -> None:
             f"dataset, {brief_repr(dataset)}, would not be entered: with {kind} __getitem__ it "
             f"needs {needed} rather than {other}"
         )
-
-
-_datasets: weakref.WeakSet[concurrent] = weakref.WeakSet()
-
-
-def _begin_fork() -> None:
-    for dataset in snapshot(_datasets):
-        dataset.begin_fork()
-
-
-at_fork(after_in_child=_begin_fork)
 
 
 def _start(function: Callable[[Any], None], argument: Any) -> None:

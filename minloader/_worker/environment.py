@@ -17,11 +17,11 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from minloader._memory import forks
 from minloader._memory.files import SlotAddress
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
-from minloader._worker import lifetimes
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import Usage, WorkerInfo
 from minloader._worker.processor_time import CpuMeter
@@ -133,7 +133,7 @@ class PackingEnvironment(Environment):
     def __init__(self, packer: BatchPacker) -> None:
         super().__init__()
         self._packer = packer
-        self._process = lifetimes.process
+        self._process = forks.process
 
     def open_slot(self, address: SlotAddress | None) -> NoSlot:
         return self._packer.open(address)
@@ -151,7 +151,7 @@ class PackingEnvironment(Environment):
         seed_globals(key)
 
     def exit_fork(self) -> None:
-        if lifetimes.process is not self._process:
+        if forks.process is not self._process:
             os._exit(1)
 
 

@@ -20,19 +20,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from minloader._memory.files import at_fork, pid_in_proc
+from minloader._memory.files import pid_in_proc
 from minloader._memory.limits import names
-
-process = object()
-"""Stands for this process: a fork of it has another one. Quicker to ask for than the pid."""
-
-
-def _begin_fork() -> None:
-    global process
-    process = object()
-
-
-at_fork(after_in_child=_begin_fork)
 
 
 def lead_group() -> None:

@@ -90,6 +90,7 @@ class Shard(NamedTuple):
         pass_number: of the pass over the shard. A worker that reads it goes on where it stands.
         follows: number of the pass that was read to its end before: whoever has done that goes on
             with the same copy of the stream. None: there is none.
+        others: numbers of other passes that may be read on, by other iterators of the loader.
     """
 
     id: int
@@ -100,6 +101,7 @@ class Shard(NamedTuple):
     check: tuple[int, int | None] | None
     pass_number: int
     follows: int | None
+    others: tuple[int, ...] = ()
 
 
 def ordinal_in_epoch(index: int, *, shard: int, total: int) -> int:
@@ -127,7 +129,6 @@ class TaskMessage(NamedTuple):
         shard: of a stream; None if the batches are made from the items.
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
-        job: what it takes along for a worker that lacks the job; or the error of that.
         suspects: samples that took a worker along, see ``Task``; packed.
     """
 
@@ -138,7 +139,6 @@ class TaskMessage(NamedTuple):
     id: int = 0
     shard: Shard | None = None
     alone: bool = False
-    job: Any = None
     suspects: bytes | None = None
 
 

@@ -33,6 +33,7 @@ from minloader._worker.environment import Environment
 from minloader._worker.generators import BatchGenerators, OwnGenerators
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import (
+    DRAWN,
     NOTHING_READ,
     Failure,
     Figures,
@@ -46,6 +47,7 @@ from minloader._worker.messages import (
     begin_batch,
     current_batch,
     current_info,
+    ordinal_in_epoch,
     pass_by,
 )
 from minloader._worker.seeds import BatchKey
@@ -84,6 +86,7 @@ class _Work:
         overflowed: how many batches found no room in shared memory.
         packing: seconds that these took to be packed.
         reread: batches of a stream that were passed over.
+        reading: whether the stream's own code runs, or has just failed.
     """
 
     task: TaskMessage
@@ -97,6 +100,7 @@ class _Work:
     overflowed: int = 0
     packing: float = 0.0
     reread: int = 0
+    reading: bool = False
 
 
 class Worker:
@@ -134,7 +138,7 @@ class Worker:
         # By task: for each item the futures of its samples, or an error.
         self._early_reads: dict[int, list[Any]] = {}
         self.reads_ahead = reads_at_once(job.dataset) > 0 and not job.options.is_stream
-        self.readers = ShardReaders(maker=self._maker, info=info, environment=environment)
+        self.readers = ShardReaders(job=job, info=info, environment=environment)
         self._init_failure: Failure | None = None
         if job.worker_init_fn is not None and not job.options.is_stream:
             try:
@@ -416,7 +420,7 @@ class Worker:
             except BaseException as error:
                 # Whoever leaves out what fails must not leave out that a stream is another one.
                 when = ""
-                if reader.reading:
+                if work.reading:
                     when = READING_ON if reader.was_just_put_back else READING
                 outcome = self._failure(error, when, fatal=reader.is_other)
             else:
@@ -428,46 +432,55 @@ class Worker:
             work.fingerprints.append(reader.last_fingerprint)
         state = self._end_stream_task(reader, work.outcomes)
         return ShardReply(
-            ended=reader.ended, state=state, fingerprints=work.fingerprints, reread=work.reread
+            ended=reader.is_ended, state=state, fingerprints=work.fingerprints, reread=work.reread
         )
 
     def _read(self, work: _Work, reader: ShardReader) -> Any:
         """Return a batch of a shard, past batches that are not wanted again; or END."""
+        work.reading = True
         self.info = reader.info
         batch = current_batch(self.info)
         batch.is_of_stream = True
         batch.seeds_globals = self._environment.seeds_globals
-        if reader.iterator is None and not reader.ended:
-            states = self._call(reader.begin(), reader.restore)
-            # Seeded as at the beginning, whatever that has drawn: `iter` may draw an order.
-            self._call(reader.begin(), reader.begin_at, states)
-        if not work.item and not reader.ended:
+        if reader.iterator is None and not reader.is_ended:
+            self._call(reader.begin(), reader.prepare)
+            if reader.next:  # what it draws must not change what the batch does
+                self._call(reader.begin(), reader.open)
+        if not work.item:
             self._pass_over(work, reader)
-        return self._call(reader.begin(), reader.fetch)
+        return self._call(reader.begin(), self._fetch, work, reader)
+
+    def _fetch(self, work: _Work, reader: ShardReader) -> Any:
+        """Return the next batch of a shard, or END."""
+        info = reader.info
+        ordinal = ordinal_in_epoch(reader.next, shard=info.id, total=info.num_workers)
+        samples = reader.draw()
+        work.reading = False
+        if samples is END:
+            return END
+        begin_batch(info, reader.epoch, ordinal, key=DRAWN)
+        return self._maker.combine(samples)
 
     def _pass_over(self, work: _Work, reader: ShardReader) -> None:
         """Read what was delivered before, without making batches of it."""
         task = work.task
-        shard = task.shard
-        assert shard is not None
-        if reader.next_ordinal >= shard.first:
+        if reader.next >= reader.first or reader.is_ended:
             return
-        while reader.next_ordinal < shard.first and not reader.ended:
-            index = reader.next_ordinal
+        while reader.next < reader.first and not reader.is_ended:
+            index = reader.next
             # The time that each may take begins. Who finds this worker dead knows what it did.
             self._environment.beat(task.id, -1, time.perf_counter())
             work.reread += 1
             try:
                 self._call(reader.begin(), reader.draw)
             except BaseException as error:
-                if self._environment.ends_program(error):
+                if reader.is_other or self._environment.ends_program(error):
                     raise
-                check = shard.check
-                was_read = check is not None and check[0] == index and check[1] is not None
-                if not reader.ended or (reader.next_ordinal >= shard.first and not was_read):
+                check = reader.check
+                was_read = check is not None and check.ordinal == index and check.digest is not None
+                if not reader.is_ended or (reader.next >= reader.first and not was_read):
                     continue  # as it did before
-                raise reader.misfit(shard, f"failed in batch {index}") from error
-            reader.check(shard)
+                raise reader.misfit(f"failed in batch {index}") from error
         self._environment.beat(task.id, 0, time.perf_counter())
 
     def _end_stream_task(self, reader: ShardReader, outcomes: list[Any]) -> bytes | None:
@@ -479,10 +492,10 @@ class Worker:
                 return state
         except BaseException as error:
             failure = self._failure(error, "when the stream was asked for its state")
-            if outcomes and type(outcomes[-1]) is not Failure and not reader.ended:
+            if outcomes and type(outcomes[-1]) is not Failure and not reader.is_ended:
                 outcomes[-1] = failure
             else:  # all batches are here, or there is an error in the place of the last
-                where = "at its end" if reader.ended else "behind an error"
+                where = "at its end" if reader.is_ended else "behind an error"
                 logger.warning("the state of a stream %s is not known: %s", where, failure.summary)
         return None
 

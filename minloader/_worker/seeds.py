@@ -14,13 +14,12 @@ import logging
 import os
 import random
 import sys
-import threading
 from collections.abc import Callable
 from itertools import compress
 from types import ModuleType
 from typing import Any, TypeVar
 
-from minloader._memory.files import at_fork
+from minloader._memory import forks
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 
@@ -133,7 +132,7 @@ def seed_on_import(module: ModuleType) -> None:
         SEEDERS[module.__name__](module, batch_seed(*key))
 
 
-_first_use_lock = threading.RLock()  # reentrant: the handler of a signal may use it, too
+_first_use_lock = forks.new_lock()  # reentrant: the handler of a signal may use it, too
 
 
 class _UnusedRandom(ModuleType):
@@ -174,19 +173,15 @@ patience = 5.0
 """Seconds that a batch of the calling process waits for those of other threads. Few batches take
 longer; and if one waits for a thread that makes such batches, the program stands still so long."""
 
-_lock = threading.RLock()  # reentrant: a dataset may read a loader of its own
+_lock = forks.new_lock()  # reentrant: a dataset may read a loader of its own
 
 
 def _begin_fork() -> None:
-    global _lock, _first_use_lock
-    # A thread that is not here may have held them.
-    _lock = threading.RLock()
-    _first_use_lock = threading.RLock()
     if type(random) is _UnusedRandom:  # Python has just seeded its generator, for the fork alone
         random.__class__ = ModuleType  # type: ignore[assignment]
 
 
-at_fork(after_in_child=_begin_fork)
+forks.in_child.append(_begin_fork)
 
 
 def in_turn(function: Callable[..., R], *args: Any) -> R:

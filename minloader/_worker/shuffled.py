@@ -23,6 +23,7 @@ from typing import Any
 from minloader._checks import check_int, check_iterable, is_stateful, states_of
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
+from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import DRAWN, WorkerInfo, begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
 from minloader._worker.torch_conventions import begin_at_state, put_back
@@ -107,6 +108,7 @@ class Shuffle:
         self._half = Half()  # that is given out, in its order, the next sample last
         self._given = 0  # of this half
         self._next_half = Half()  # the other one
+        self._newest: tuple[Any, int | None] = (None, None)  # sample, and what it had in it
         self._has_failed = False  # with the sample that was to be read last
         self._ended = False
 
@@ -146,7 +148,10 @@ class Shuffle:
                 half.state_before = self._state()
             self._seed(self._half_number * self._size + len(half.samples))
             try:
-                half.samples.append(next(self._source))
+                sample = next(self._source)
+                self._refuse_refilled()
+                half.samples.append(sample)
+                self._newest = (sample, fingerprint([sample]))
                 self._has_failed = False
             except StopIteration:
                 self._ended = True
@@ -158,6 +163,15 @@ class Shuffle:
                 self._has_failed = True
                 half.num_failed += 1
                 raise
+
+    def _refuse_refilled(self) -> None:
+        sample, former = self._newest
+        if fingerprint([sample]) != former:
+            raise RuntimeError(
+                f"the stream has changed an object, of type {type(sample).__name__}, that it had "
+                "yielded before: samples that are shuffled wait in a buffer, so yield a new object "
+                "each time, or a copy of that one"
+            )
 
     def _seed(self, n: int) -> None:
         """Have the stream draw what belongs to its sample ``n``, whenever that is read."""

@@ -7,12 +7,12 @@
                                        its state put back if it has one,   iter, draw, draw, ...
                                        past what was read before
 
-A task names its first batch. A :class:`ShardReader` that stands there goes on; otherwise another
-one is opened. It draws the samples of a batch, and then makes the batch of them. The two are apart
-so that batches which were delivered before can be passed over without being made, with the same
-random numbers for the stream as when they were. A state is put back before the generators are
-seeded for a batch, and taken when they are seeded for the next. :class:`ShardReaders` are those of
-one worker; they hand out the copies of the dataset.
+A task names its pass and its first batch. A :class:`ShardReader` of that pass which stands there
+goes on; otherwise another one is opened. It draws the samples of a batch, and then the worker makes
+the batch of them. The two are apart so that batches which were delivered before can be passed over
+without being made, with the same random numbers for the stream as when they were. A state is put
+back before the generators are seeded for a batch, and taken when they are seeded for the next.
+:class:`ShardReaders` are those of one worker; they hand out the copies of the dataset.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
+from itertools import repeat
 from types import GeneratorType
-from typing import Any
+from typing import Any, ClassVar
 
 from minloader._checks import (
     brief_repr,
@@ -35,16 +35,10 @@ from minloader._checks import (
     states_of,
 )
 from minloader._memory.pickling import pack, unpack
-from minloader._worker.batch_maker import BatchMaker
+from minloader._sampling.reader import Check, Reader, Source, SourceState
 from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
-from minloader._worker.messages import (
-    DRAWN,
-    Shard,
-    WorkerInfo,
-    begin_batch,
-    ordinal_in_epoch,
-)
+from minloader._worker.messages import Job, Shard, WorkerInfo, begin_batch, ordinal_in_epoch
 from minloader._worker.seeds import BatchKey
 from minloader._worker.torch_conventions import Stream, begin_at_state, number_of, put_back
 
@@ -57,287 +51,249 @@ END = object()
 """Stands for a batch where there are no more."""
 
 
-@dataclass(eq=False)
-class ShardReader:
-    """Reads one shard once, from where a task has begun.
+class Copy(Source):
+    """A copy of a stream, in which one pass over its shard follows the other.
 
-    Attributes:
-        maker: makes batches of what is read.
-        info: what the stream is told about where it runs, and the stream. Nothing else reads that
-            meanwhile.
-        epoch: the epoch that it is read for.
-        shard: as the task says that it was opened for.
-        is_fresh: whether the stream's state, if there is one, must be put back.
-        environment: where it runs. An interrupt may come in the calling process.
-        is_read_again: whether this copy of the stream has given something in an earlier pass.
-        next_ordinal: of the next batch to draw.
-        ended: whether the stream has, with the batch drawn last or before it.
-        reading: whether the stream's own code has just failed.
-        iterator: of the stream, while it is read.
-        last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
-        is_other: whether it gave something else when it was read again.
-        told_state: its state and its number when the epoch began, where the user tells it that and
-            Ctrl-C may come.
+    Args:
+        info: what it is told about where it runs, and the copy. Nothing else reads that meanwhile.
     """
 
-    maker: BatchMaker
-    info: WorkerInfo
-    epoch: int
-    shard: Shard
-    is_fresh: bool
-    environment: Environment
-    is_read_again: bool = False
-    next_ordinal: int = 0
-    ended: bool = False
-    reading: bool = False
-    iterator: Any = None
-    last_fingerprint: int | None = None
-    is_other: bool = False
-    told_state: tuple[Any, int | None] | None = None
-    _samples: list[Any] = field(default_factory=list)  # of the batch that is being drawn, and END
-    # Those of the batch drawn last, where an interrupt may come.
-    _last_samples: list[Any] | None = None
-    _is_inside: bool = False  # whether the iterator's own code runs
+    def __init__(self, info: WorkerInfo) -> None:
+        super().__init__("dataset", info.dataset)
+        self.info = info
+        self._at = 0  # where the pass was begun
+        self._iterator_state: Any = None  # to be put back once there is an iterator
+        # The pass that has not ended, the stream's state and its number as that began: where the
+        # user tells it its epochs, and Ctrl-C may come.
+        self._told: tuple[int, Any, int | None] | None = None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the user tells the stream its epochs, as with torch."""
+        return bool(getattr(self.items, "is_told", False))
+
+    @property
+    def can_begin_again(self) -> bool:
+        return not serves_one_pass(self.items)
+
+    def stands(self, iterator: Any, pass_number: int) -> bool:
+        """Return whether nobody has moved the iterator of a pass since that was read last."""
+        is_alone = self.last_pass == pass_number
+        return is_alone or not (is_stateful(self.items) or self._is_stream(iterator))
+
+    def prepare(self, epoch: int, *, at: int, state: Any) -> bool:
+        is_put = state is not None and not self._is_at(state)
+        self._known_state = (None, None)
+        self._at = at
+        self._iterator_state = None
+        if is_put and (at or not self.is_told):
+            states = unpack(state)
+            self._iterator_state = states.get("iterator")
+            if "dataset" in states:
+                put_back(self.items, states["dataset"])
+        return is_put
+
+    def begin_as_told(self, pass_number: int, *, is_inline: bool) -> None:
+        """Begin an epoch as the stream is, or behind one that was left, as that began."""
+        stream = self.items
+        told = self._told
+        if told is not None and told[0] != pass_number:  # it was left
+            number = number_of(stream.dataset)  # what it was told since counts
+            told = None if number is None else (pass_number, told[1], number)
+        if told is None and is_inline:
+            state = copy.deepcopy(known_state(stream))
+            self._told = pass_number, state, number_of(stream.dataset)
+        elif told is not None:
+            self._told = told
+            _, state, number = told
+            if state is not None:
+                put_back(stream, state)
+            if number is not None and number_of(stream.dataset) != number:
+                stream.dataset.set_epoch(number)
+
+    def iterate(self, epoch: int) -> Any:
+        dataset = self.items
+        if self.has_epochs:
+            dataset.set_epoch(epoch)
+        iterator = iter(dataset)
+        state = self._iterator_state
+        self._iterator_state = None  # if it is begun once more
+        if state is not None:
+            iterator.load_state_dict(state)
+            if _is_own_iterator(dataset, iterator):
+                begin_at_state(dataset, state)
+        return iterator
+
+    def state_between(self, iterator: Any = None, pass_number: int | None = None) -> Any:
+        return None  # the worker asks for it, seeded
+
+    def end(self, iterator: Any, read: int, state: Any) -> None:
+        self._told = None
+        if self._at and self.is_told and is_stateful(self.items):
+            # Or it might begin its next epoch where it was put back, once it is told that.
+            self.items.load_state_dict(state_of(self.items))
+        stream = self._stream
+        if not read and self.has_given and self._is_stream(iterator) and not has_epochs(stream):
+            raise _read_once(stream)
+
+    @property
+    def _stream(self) -> Any:
+        """The user's stream, which a shuffled one reads."""
+        stream = self.items.dataset if type(self.items) is Stream else self.items
+        return getattr(stream, "stream", stream)
+
+    def _is_stream(self, iterator: Any) -> bool:
+        return getattr(iterator, "_source", iterator) is self._stream
+
+
+class ShardReader(Reader):
+    """Reads the batches of a shard, as lists of their samples, from where a task has begun.
+
+    An error has the place of a batch.
+
+    Args:
+        copy: what it reads.
+        job: says how many samples a batch has.
+        shard: which batches.
+        epoch: the epoch that it is read for.
+        environment: where it runs. An interrupt may come in the calling process.
+
+    Attributes:
+        first: the batch that is wanted.
+        last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
+        is_other: whether it gave something else when it was read again.
+    """
+
+    chances: ClassVar[int] = 2
+
+    def __init__(
+        self, copy: Copy, job: Job, shard: Shard, epoch: int, environment: Environment
+    ) -> None:
+        known = SourceState(shard.at, shard.state)
+        super().__init__(copy, epoch, known, first=shard.at, pass_number=shard.pass_number)
+        self.keeps_last = environment.is_inline
+        self.first = shard.first
+        self.last_fingerprint: int | None = None
+        self.is_other = False
+        self._job = job
+        self._size = job.options.batch_size or 1
+        self._environment = environment
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What the stream is told about where it runs, and the stream."""
+        info: WorkerInfo = self.source.info
+        return info
 
     def is_followed_by(self, shard: Shard) -> bool:
         """Return whether the pass of a task can begin with the same copy, after this one."""
-        dataset = self.info.dataset
-        if shard.follows != self.shard.pass_number or shard.first or serves_one_pass(dataset):
+        if shard.first or not self.source.can_begin_again:
             return False
         # Where a state was put back in mid-epoch, the stream may begin there again.
-        is_put = self.is_fresh and self.shard.at
-        return self.ended and not (is_put and is_stateful(dataset))
+        is_put = self.known.at and is_stateful(self.info.dataset)
+        return self.is_ended and self.source.last_pass == self.pass_number and not is_put
 
     @property
     def was_just_put_back(self) -> bool:
         """Whether it has given nothing since it was put back to a state within the epoch."""
         # A batch that could not be read counts.
-        at = self.shard.at
-        return (
-            self.is_fresh
-            and at > 0
-            and self.shard.state is not None
-            and self.next_ordinal <= at + 1
-        )
+        at, state = self.known
+        return at > 0 and state is not None and self.next <= at + 1
 
-    @property
-    def _is_finished_generator(self) -> bool:
-        """Whether the iterator is a generator that has raised, or returned."""
-        return isinstance(self.iterator, GeneratorType) and self.iterator.gi_frame is None
-
-    @property
-    def cannot_begin_again(self) -> bool:
-        """Whether the stream can only be read on, where an interrupt may come."""
-        return self.environment.is_inline and serves_one_pass(self.info.dataset)
-
-    @property
-    def was_interrupted(self) -> bool:
-        """Whether an interrupt has come while the stream's own code ran."""
-        return self._is_inside and not self._is_batch_drawn
+    def go_on_with(self, shard: Shard) -> bool:
+        """Get ready for the first batch of a task, if it is there; return whether it is."""
+        first = shard.first
+        if self.next == first + 1:
+            self.give_again(first)  # if Ctrl-C came before it was delivered
+        self.first = first
+        self.check = shard.check and Check(*shard.check)
+        if self.is_torn:
+            return not self.source.can_begin_again  # then it says so
+        if self.is_ended:
+            return self.next <= first
+        is_unmoved = self.iterator is None or self.source.stands(self.iterator, self.pass_number)
+        return self.next == first and is_unmoved
 
     def begin(self) -> BatchKey:
         """Prepare for the next batch of the shard, and return its key.
 
-        At the end that is the first of the epoch to come.
+        That is the first of the epoch to begin it, wherever in it that is: ``iter`` may draw an
+        order. At the end it is the first of the epoch to come.
         """
-        index = 0 if self.ended else self.next_ordinal
-        epoch = self.epoch + self.ended
-        ordinal = ordinal_in_epoch(index, shard=self.shard.id, total=self.shard.total)
-        return begin_batch(self.info, epoch, ordinal)
+        info = self.info
+        index = 0 if self.is_ended or self.iterator is None else self.next
+        ordinal = ordinal_in_epoch(index, shard=info.id, total=info.num_workers)
+        return begin_batch(info, self.epoch + self.is_ended, ordinal)
 
-    def restore(self) -> dict[str, Any]:
-        """Put the stream's state back, in a copy that is not the one that has reached it.
+    def prepare(self) -> None:
+        self._or_over(self._call, self._prepare)
 
-        Returns:
-            All states that there are to put back.
-        """
-        if not self.shard.at and self._is_told:
-            self._try(self._begin_as_told)
-            return {}
-        packed = self.shard.state if self.is_fresh else None
-        states: dict[str, Any] = {} if packed is None else self._try(unpack, packed)
-        if "dataset" in states:
-            self._try(put_back, self.info.dataset, states["dataset"])
-        return states
+    def _prepare(self) -> None:
+        if not self.known.at and self.source.is_told:
+            is_inline = self._environment.is_inline
+            self.source.begin_as_told(self.pass_number, is_inline=is_inline)
+        super().prepare()
 
-    @property
-    def _is_told(self) -> bool:
-        """Whether the user tells the stream its epochs, as with torch."""
-        return bool(getattr(self.info.dataset, "is_told", False))
+    def _begin(self) -> None:
+        self._iterate()  # it was prepared, with numbers of its own
 
-    def _begin_as_told(self) -> None:
-        """Begin the epoch as the stream is, or behind one that was left, as that began."""
-        stream = self.info.dataset
-        if self.told_state is not None:
-            state, number = self.told_state
-            if state is not None:
-                put_back(stream, state)
-            if number is not None and number_of(stream.dataset) != number:
-                stream.dataset.set_epoch(number)
-        elif self.environment.is_inline:
-            state = copy.deepcopy(known_state(stream))
-            self.told_state = state, number_of(stream.dataset)
-
-    def begin_at(self, states: dict[str, Any]) -> None:
-        """Begin to read where a state was put back; at the beginning that is done by the draw."""
-        if self.shard.at:
-            self._try(self._open, states)
-
-    def _try(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except BaseException as error:
-            if not self.environment.ends_program(error):
-                self.reading = True
-                self.ended = True  # what cannot be begun is over
-            raise
+    def _begin_once_more(self) -> None:
+        if self._chances == 1 and self._job.beginning is not None:
+            self.info.dataset.load_state_dict(unpack(self._job.beginning)["dataset"])
+        super()._begin_once_more()
 
     def draw(self) -> Any:
         """Return the samples of the next batch, a list, or END."""
-        if self.ended:
-            return END
-        self.reading = False
-        job = self.maker.job
-        size = job.options.batch_size or 1
+        self.last_fingerprint = None
         try:
-            if self.iterator is None:
-                self._open({})
-            samples = self._take(size)
-            if not samples and not self.next_ordinal:
-                samples = self._take_first_again(size)
+            batches = self.take(1)
         except BaseException as error:
-            if self.environment.ends_program(error):
-                raise  # ``go_on_with`` finds out what it has left
-            self.reading = True
-            # What cannot be begun is over, and so is a generator that has raised. It must be known
-            # now: what has that for its place would be read on by who has its state.
-            self.ended |= self.iterator is None or self._is_finished_generator
-            self._samples = []
-            self._last_samples = None
-            self.last_fingerprint = None
-            self._is_inside = False
-            self.next_ordinal += 1  # it takes the place of a batch
+            iterator = self.iterator
+            if isinstance(iterator, GeneratorType) and not self._ends_program(error):
+                # It must be known now: what has that for its place would be read on by who has its
+                # state.
+                self.is_ended |= iterator.gi_frame is None
             raise
-        self.ended = len(samples) < size
-        if self.ended and self.shard.at and self._is_told and is_stateful(self.info.dataset):
-            # Or it might begin its next epoch where it was put back, once it is told that.
-            self.info.dataset.load_state_dict(state_of(self.info.dataset))
-        if not samples or (self.ended and not job.options.keep_last):
-            self._samples = []
-            self._last_samples = None
+        if not batches:
             return END
-        self._last_samples = self._samples if self.environment.is_inline else None
-        self._samples = []
-        self.next_ordinal += 1
-        self.last_fingerprint = fingerprint(samples)
-        return samples
+        self.last_fingerprint = fingerprint(batches[0])
+        return batches[0]
 
-    def go_on_with(self, shard: Shard) -> bool:
-        """Get ready for the first batch of a task, if it is there; return whether it is."""
-        if self.next_ordinal == shard.first + 1 and self._last_samples is not None:
-            # Ctrl-C came before the batch was delivered. Its samples are still here.
-            self._samples = self._last_samples
-            self._last_samples = None
-            self.next_ordinal = shard.first
-            self.ended = False
-        if self.was_interrupted and not (self.cannot_begin_again and self.iterator is None):
-            return False  # what raised the interrupt may be over, or have lost a sample
-        return self.next_ordinal == shard.first or (self.ended and self.next_ordinal < shard.first)
+    def _ends_program(self, error: BaseException) -> bool:
+        return self._environment.ends_program(error)
 
-    def _open(self, states: dict[str, Any]) -> None:
-        """Begin to read, in one step; ``states`` may have one of the iterator."""
-        dataset = self.info.dataset
-        self._is_inside = True
-        if has_epochs(dataset):
-            dataset.set_epoch(self.epoch)
-        iterator = iter(dataset)
-        if "iterator" in states:
-            iterator.load_state_dict(states["iterator"])
-            if _is_own_iterator(dataset, iterator):
-                begin_at_state(dataset, states["iterator"])
-        self.iterator = iterator
-        self._samples = []
-        self.next_ordinal = self.shard.at
-        self._is_inside = False
+    def _coming(self, most: int) -> Iterator[Any]:
+        samples = map(next, repeat(self.iterator, self._size))
+        return filter(None, map(list, (samples,)))
 
-    @property
-    def _is_batch_drawn(self) -> bool:
-        """Whether all samples of the batch that is being drawn are there."""
-        return bool(self._samples) and self._samples[-1] is END
+    def _sorted(self, drawn: list[Any]) -> tuple[list[Any], bool]:
+        batches, is_end = super()._sorted(drawn)
+        if batches and len(batches[0]) < self._size:
+            return (batches if self._job.options.keep_last else []), True
+        return batches, is_end
 
-    def _take(self, size: int) -> list[Any]:
-        # Not by islice(), which calls iter(): a stream that is its own iterator would begin anew.
-        # A sample goes into the list in one step, which no interrupt can come between, and so does
-        # the sign that there are no more to take: of a stream that has ended nothing else tells.
-        missing = map(next, repeat(self.iterator, size - len(self._samples)))
-        added = chain(missing, (END,))
-        if not self._is_batch_drawn:
-            self._is_inside = True
-            self._samples.extend(added)
-        self._is_inside = False
-        return self._samples[:-1]
+    def digest(self, ordinal: int, item: Any) -> Any:
+        return fingerprint(item)
 
-    def _take_first_again(self, size: int) -> list[Any]:
-        """Return the first samples of a pass that has given none; none if there are none."""
-        samples: list[Any] = []
-        beginning = self.maker.job.beginning
-        if self.is_fresh and self.shard.state is not None:
-            self._open({})  # it was the state of an end, and does not stand for a beginning
-            samples = self._take(size)
-            if not samples and beginning is not None:
-                self.info.dataset.load_state_dict(unpack(beginning)["dataset"])
-                self._open({})  # it begins each time where it was put last
-                samples = self._take(size)
-        stream = _unwrapped(self.info.dataset)
-        # The stream that a shuffled one reads, and the iterator over that.
-        stream = getattr(stream, "stream", stream)
-        iterator = getattr(self.iterator, "_source", self.iterator)
-        if not samples and self.is_read_again and iterator is stream and not has_epochs(stream):
-            self.ended = True
-            raise _read_once(stream)
-        return samples
+    def _misfit(self, ordinal: int, *item: Any) -> RuntimeError:
+        what = "given other samples" if item else f"ended after {counted(ordinal, 'batch')}"
+        return self.misfit(what)
 
-    def fetch(self) -> Any:
-        """Return the next batch, or END."""
-        samples = self.draw()
-        if samples is END:
-            return END
-        shard = self.shard
-        ordinal = ordinal_in_epoch(self.next_ordinal - 1, shard=shard.id, total=shard.total)
-        begin_batch(self.info, self.epoch, ordinal, key=DRAWN)
-        return self.maker.combine(samples)
-
-    def check(self, shard: Shard) -> None:
-        """Check that the batch drawn last, which is passed over, is what was read before.
-
-        Raises:
-            RuntimeError: it is not, or there are too few.
-        """
-        # What was asked for beyond that may never have been there.
-        given = 0 if shard.check is None else shard.check[0] + 1
-        if self.ended and self.next_ordinal < given:
-            raise self.misfit(shard, f"ended after {counted(self.next_ordinal, 'batch')}")
-        if shard.check is None or self.next_ordinal - 1 != shard.check[0]:
-            return
-        if shard.check[1] not in (None, self.last_fingerprint):
-            raise self.misfit(shard, "given other samples")
-
-    def misfit(self, shard: Shard, what: str) -> RuntimeError:
+    def misfit(self, what: str) -> RuntimeError:
         """Return the error for a stream that is not what it was, and read no more of it.
 
         Args:
-            shard: what of it is wanted.
             what: it has done.
         """
-        self.ended = True
+        self.is_ended = True
         self.is_other = True
-        given = shard.first if shard.check is None else shard.check[0] + 1
+        given = self.first if self.check is None else self.check.ordinal + 1
         lead = f" that lead there ({NOT_LEADING})" if is_stateful(self.info.dataset) else ""
         return RuntimeError(
             f"the stream has {what} when shard {self.info.id} was read again, past the "
             f"{counted(given, 'batch')} that it had given: it must give the same samples each "
             "time, for the same epoch, shard and seed, or have state_dict and load_state_dict"
-            f"{lead}"
+            f"{lead}; or is the state that of another rank?"
         )
 
     @property
@@ -345,7 +301,7 @@ class ShardReader:
         """What has a state, by names: the shard, or at its end the next pass, goes on from that."""
         dataset = self.info.dataset
         iterator = self.iterator
-        if self.ended:
+        if self.is_ended:
             parts = {"dataset": None if serves_one_pass(dataset) else dataset}
         elif getattr(iterator, "_is_at_beginning", False):
             parts = {}
@@ -366,17 +322,17 @@ class ShardReaders:
     """The readers of one worker.
 
     Attributes:
-        maker: makes batches of what is read.
+        job: with what is read.
         info: what the user's code is told about where the worker runs. While it reads a shard, that
             is told of the shard.
         environment: where that is.
     """
 
-    maker: BatchMaker
+    job: Job
     info: WorkerInfo
     environment: Environment
-    _readers: dict[int, ShardReader] = field(default_factory=dict)  # by shard
-    _is_job_object_used: bool = False  # whether the job's own object was given to a reader
+    _readers: dict[tuple[int, int], ShardReader] = field(default_factory=dict)
+    _own: Copy | None = None  # the job's own object, once it is read
 
     def find(self, shard: Shard, epoch: int, prepare: Callable[[WorkerInfo], None]) -> ShardReader:
         """Return a reader for a task, which may stand before its first batch.
@@ -389,50 +345,29 @@ class ShardReaders:
         Raises:
             Exception: what making a copy of the dataset, or ``worker_init_fn``, has raised.
         """
-        former = self._readers.get(shard.id)
-        told_state = None
-        if former is not None and not former.ended:
-            told_state = former.told_state
-            if told_state is not None and former.shard.pass_number != shard.pass_number:
-                # It was left. One whose number is nowhere to be seen stays as it was told since.
-                number = number_of(_unwrapped(former.info.dataset))
-                told_state = None if number is None else (told_state[0], number)
-        if former is not None and former.shard.pass_number == shard.pass_number:
-            if former.go_on_with(shard):
-                return former
-            if former.was_interrupted and former.cannot_begin_again:
-                raise RuntimeError(
-                    f"dataset, {brief_repr(former.info.dataset)}, is an iterator that can be read "
-                    "once, and Ctrl-C came while its own code ran: what it gives from now on may "
-                    "lack a sample; give an object whose __iter__ begins anew, or one with "
-                    "state_dict and load_state_dict"
-                )
+        for id, pass_number in list(self._readers):
+            # Those that were begun later are none of this task's business: it may be older.
+            is_older = id == shard.id and pass_number < shard.pass_number
+            if is_older and pass_number not in (shard.follows, *shard.others):
+                del self._readers[id, pass_number]  # it was left
+        reader = self._readers.get((shard.id, shard.pass_number))
+        if reader is not None and reader.go_on_with(shard):
+            return reader
         if shard.state is None and self.environment.is_inline:
-            shard = shard._replace(state=self.maker.job.beginning)
-        is_fresh = former is None or not former.is_followed_by(shard)
-        if former is not None and not is_fresh:
-            info = former.info
-            is_read_again = former.is_read_again or former.next_ordinal > 0
+            shard = shard._replace(state=self.job.beginning)
+        former = None
+        if shard.follows is not None:
+            former = self._readers.get((shard.id, shard.follows))
+        if former is not None and former.is_followed_by(shard):
+            copy = former.source
+            copy.note_is_at(shard.state)
         else:
-            dataset, is_read_again = self._copy(shard)
-            info = replace(self.info, id=shard.id, num_workers=shard.total, dataset=dataset)
-            if serves_one_pass(dataset):
-                # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
-                # same for a copy that is made in a later epoch, to replace another.
-                info.epoch = epoch
-            if not is_read_again:
-                prepare(info)
-        reader = ShardReader(
-            maker=self.maker,
-            info=info,
-            epoch=epoch,
-            shard=shard,
-            is_fresh=is_fresh,
-            environment=self.environment,
-            is_read_again=is_read_again,
-            told_state=told_state,
-        )
-        self._readers[shard.id] = reader
+            copy = self._copy(shard, epoch)
+            if copy.last_pass < 0:
+                prepare(copy.info)
+        reader = ShardReader(copy, self.job, shard, epoch, self.environment)
+        reader.go_on_with(shard)
+        self._readers[shard.id, shard.pass_number] = reader
         return reader
 
     def close(self) -> None:
@@ -445,54 +380,67 @@ class ShardReaders:
         Raises:
             RuntimeError: it can be read once, and was.
         """
-        if self._is_job_object_used and serves_one_pass(self.maker.job.dataset):
-            raise _read_once(self.maker.job.dataset)
-        job = self.maker.job
+        job = self.job
+        if self._own is not None and serves_one_pass(job.dataset):
+            raise _read_once(job.dataset)
         self._readers.clear()  # first: if Ctrl-C comes, those that read on put its state back
         if job.beginning is not None:
             job.dataset.load_state_dict(unpack(job.beginning)["dataset"])
 
-    def _copy(self, shard: Shard) -> tuple[Any, bool]:
-        """Return a copy of the dataset, and whether it was prepared and read before."""
-        dataset = self.maker.job.dataset
+    def _copy(self, shard: Shard, epoch: int) -> Copy:
+        """Return a copy of the dataset, or the user's own object, which may have been read."""
+        dataset = self._dataset(shard)
+        if self._own is not None and dataset is self._own.items:
+            return self._own
+        info = replace(self.info, id=shard.id, num_workers=shard.total, dataset=dataset)
+        if serves_one_pass(dataset):
+            # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
+            # same for a copy that is made in a later epoch, to replace another.
+            info.epoch = epoch
+        copy = Copy(info)
+        if dataset is self.job.dataset:
+            self._own = copy
+        return copy
+
+    def _dataset(self, shard: Shard) -> Any:
+        dataset = self.job.dataset
         is_inline = self.environment.is_inline
         reload = self.environment.reload
-        is_used = self._is_job_object_used
+        is_used = self._own is not None
         if not is_used:
             self._note_beginning(dataset)
         # A forked worker makes copies of this object, so that has to stay as it is.
         if reload is not None and (is_used or shard.total > self.info.num_workers):
             try:
-                return reload(), False
+                return reload()
             except TypeError as error:
                 if is_read_once(dataset):
                     raise _read_once(dataset) from error
                 raise
         alone = shard.total == 1
         # What has a state, but none to be put back to when an epoch is left, is not read itself.
-        cannot_be_put_back = is_stateful(dataset) and self.maker.job.beginning is None
+        cannot_be_put_back = is_stateful(dataset) and self.job.beginning is None
         if reload is None and not (is_inline and alone and not cannot_be_put_back):
             try:
-                return copy.deepcopy(dataset), False
+                return copy.deepcopy(dataset)
             except Exception as error:
                 if not alone and not serves_one_pass(dataset):
                     raise TypeError(
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        if is_used and is_inline and not is_read_once(dataset):
-            return dataset, True  # a class of Python's may begin anew in __iter__
-        if serves_one_pass(dataset) and (is_used or not (alone or reload)):
+        may_be_read_again = is_inline and not is_read_once(dataset)
+        if serves_one_pass(dataset) and not (
+            may_be_read_again if is_used else alone or reload is not None
+        ):
             raise _read_once(dataset)
-        self._is_job_object_used = True
-        return dataset, is_used
+        return dataset
 
     def _note_beginning(self, dataset: Any) -> None:
         """Note where the stream begins: a pass that is left early moves the user's own object."""
-        job = self.maker.job
-        state = known_state(dataset) if job.beginning is None else None
+        state = known_state(dataset) if self.job.beginning is None else None
         if state is not None:
-            job.beginning = pack({"dataset": state}, down=False)
+            self.job.beginning = pack({"dataset": state}, down=False)
 
 
 def _is_own_iterator(dataset: Any, iterator: Any) -> bool:
@@ -501,10 +449,6 @@ def _is_own_iterator(dataset: Any, iterator: Any) -> bool:
         return False
     # Not compared themselves: both may stand for the same object of the user's.
     return bool(iterator.state_dict == dataset.state_dict)
-
-
-def _unwrapped(dataset: Any) -> Any:
-    return dataset.dataset if type(dataset) is Stream else dataset
 
 
 def _read_once(dataset: Any) -> RuntimeError:

@@ -10,6 +10,7 @@ over that memory. They import torch only if the dataset does, or for samples tha
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import multiprocessing
@@ -28,17 +29,19 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
 from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
-from minloader._epochs.epoch import Claim, Epoch
+from minloader._epochs.course import Cursor
+from minloader._epochs.epoch import AT_HAND, Commit
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches
 from minloader._epochs.position import check_version
-from minloader._epochs.stage import Stage
+from minloader._epochs.task import Delivery
 from minloader._insight.stats import Stats
 from minloader._insight.timeline import EventLog
 from minloader._loader import Loader
 from minloader._memory.files import interrupts_held
+from minloader._prefetch import Prefetch
 from minloader._sampling.ranks import dealer_of, with_inner
-from minloader._sampling.source import used_up
+from minloader._sampling.reader import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader._worker.batch_maker import OnSampleError
@@ -85,30 +88,32 @@ class _Loader(Loader[Any]):
     @property
     def would_abandon(self) -> bool:
         """Whether the consumer leaves an epoch if the next one begins now."""
-        return self._epochs.would_abandon
+        return self._course.would_abandon
 
     @property
     def is_resumed(self) -> bool:
         """Whether a state was loaded, or batches were left out, of an epoch that has not begun."""
-        return self._epochs.resume is not None
+        return self._course.cursor.start is not None
 
     @property
     def is_within(self) -> bool:
         """Whether the consumer is between the first batch of an epoch and the end of it."""
-        resume = self._epochs.resume
-        return self.would_abandon if resume is None else resume.has_begun
+        start = self._course.cursor.start
+        return self.would_abandon if start is None else start.has_begun
 
     @property
     def is_in_use(self) -> bool:
         """Whether there is an iterator over its batches."""
-        return bool(self._shared.group.iterators)
+        return any(not each.is_abandoned for each in self._begun)
 
     @property
     def under_way(self) -> set[int]:
         """Numbers of the epochs that its iterators are in."""
-        iterators: list[Any] = checks.snapshot(self._shared.group.iterators)
-        epochs = [epoch for batches in iterators for epoch in list(batches.epochs)]
-        return {epoch.number for epoch in epochs if not epoch.is_over}
+        return {each.number for each in self._begun if each.is_under_way}
+
+    @property
+    def _begun(self) -> list[Any]:
+        return checks.snapshot(self._shared.group.epochs)
 
     @property
     def is_idle(self) -> bool:
@@ -122,13 +127,14 @@ class _Loader(Loader[Any]):
 
     def refuse(self, state: Any) -> None:
         """Raise what loading a state would."""
-        position, seed = self._epochs.read_state(state, None)
+        position, seed = self._course.read_state(state, None)
         if not position.is_stream:
-            self._epochs.adapt(position, seed, ())
+            self._course.adapt(position, seed, ())
 
-    def begin(self, batches: Batches[Any]) -> Epoch:
+    def begin(self, batches: Batches[Any]) -> Cursor:
         """Begin an epoch, the rest of one if a state was loaded, for an iterator."""
-        return self._epochs.begin(batches, None)
+        batches.course = self._course
+        return self._course.begin(batches.interrupts)
 
     def count_on(self, former: _Loader, trace: Any) -> None:
         """Count where a former loader does, and write its timeline on, which this one ends then.
@@ -160,7 +166,7 @@ class _Loader(Loader[Any]):
 
     def supersede(self) -> None:
         """Have the iterators that were begun raise an error: a state was loaded."""
-        self._epochs.supersede()
+        self._shared.generation += 1
 
     def renew_workers(self) -> None:
         """Have the next tasks go to new workers, which get the dataset as it is now.
@@ -373,7 +379,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     # --- an epoch
 
-    def __iter__(self) -> EpochBatches[T]:
+    def __iter__(self) -> EpochBatches[T] | PinnedBatches[T]:
         """Return an iterator over the next epoch, which begins with its first ``next``.
 
         Raises:
@@ -381,16 +387,19 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """
         return self._get_iterator()
 
-    def _get_iterator(self) -> EpochBatches[T]:
+    def _get_iterator(self) -> EpochBatches[T] | PinnedBatches[T]:
         # Subclasses call it, as they do torch's.
         self._check_open()
-        return EpochBatches(_Held(self))
+        batches: EpochBatches[T] = EpochBatches(_Held(self))
+        if self.pin_memory and self.num_workers and can_pin():
+            return PinnedBatches(batches)
+        return batches
 
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this DataLoader is closed; make a new one")
 
-    def _begin(self, batches: EpochBatches[T]) -> Epoch:
+    def _begin(self, batches: EpochBatches[T]) -> Cursor:
         """Begin the one epoch of an iterator, or the rest of one if a state was loaded.
 
         An interrupt leaves all as it was, or what was drawn for the next try. Several threads may
@@ -423,7 +432,12 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
     def _leave(self) -> None:
         """Begin the next epoch, or the rest of one if a state was loaded, and leave it unread."""
-        in_turn(self._begin, EpochBatches(_Held(self)))
+        batches: EpochBatches[T] = EpochBatches(_Held(self))
+        cursor = in_turn(self._begin, batches)
+        assert batches.course is not None
+        batches.course.cursor = cursor
+        if cursor.epoch is not None:
+            cursor.epoch.leave()
 
     def _leave_behind(self) -> None:
         """Go on to another epoch, if a state was loaded, and a sampler was set to that since.
@@ -439,7 +453,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 warnings.warn(
                     f"a state of epoch {loaded} was loaded, but then the sampler was set to epoch "
                     f"{epoch}, which begins anew; call set_epoch({loaded}) to resume",
-                    stacklevel=9,
+                    stacklevel=10,
                 )
             number = self._number + epoch - loaded
             self._loader.set_epoch(number if number >= 0 else self._number + 1)
@@ -747,7 +761,9 @@ class _Held(Generic[T]):
     def renew(self, loader: DataLoader[T]) -> None:
         """Hold what the loader has now."""
         plain: DataLoader[T] = DataLoader.__new__(DataLoader)
-        plain.__dict__.update((name, each) for name, each in vars(loader).items() if name in _OWN)
+        plain.__dict__.update(
+            (name, each) for name, each in vars(loader).items() if name in _own_names()
+        )
         self._plain = plain
 
     @property
@@ -756,11 +772,12 @@ class _Held(Generic[T]):
         loader = self._loader()
         return self._plain if loader is None else loader
 
-    def begin(self, batches: Any, former: Epoch | None) -> Epoch | None:
-        """Begin the one epoch of the iterator."""
-        if former is not None or self.loader._rests:
+    def begin(self, batches: EpochBatches[T]) -> Cursor | None:
+        """Begin the one epoch of the iterator; return None if the loader rests."""
+        if self.loader._rests:
             return None
-        return in_turn(self.loader._begin, batches)
+        cursor: Cursor = in_turn(self.loader._begin, batches)
+        return cursor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader."""
@@ -777,54 +794,89 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
     """
 
     def __init__(self, held: _Held[T]) -> None:
-        super().__init__(held.begin, held.state_dict)
         self.held = held
         owner = held.loader
+        super().__init__(None)
         self._given = 0
         self._most = owner._IterableDataset_len_called  # list() asks for the length after this
-        pins = owner.pin_memory and can_pin()
-        self._pins = pins and not owner.num_workers
-        if pins and owner.num_workers:
-            self.add_stage(Stage(pin, 1))
-
-    def _take(self, thread: int) -> None:
-        super()._take(thread)
-        lane = self.epochs[0].lanes[0]
-        items = getattr(lane.feed, "sampler_iterator", None)  # a shard has none
-        if type(items) is Items:
-            staged = [claim.ordinal for claim, _ in self.claims.staged if claim.lane is lane]
-            items.follow(lane.position(tuple(staged)).given if staged else lane.taken)
+        self._pins = owner.pin_memory and not owner.num_workers and can_pin()
 
     def __reduce__(self) -> NoReturn:
-        raise NotImplementedError(  # torch's class
-            f"{type(self).__name__} cannot be pickled or copied, since the workers are its loader's"
-        )
+        _refuse_copies(self)
 
-    def _next_claim(self) -> Claim:
-        claim = super()._next_claim()
-        if claim.error is not None:
-            return claim
-        try:
-            if self._pins:
-                claim.outcome = pin(claim.outcome)
-            self._given += 1
-            if self._most is not None and self._given > self._most:
-                self._warn_of_length()
-        except Exception as error:  # it takes the place of the batch
-            claim.outcome = None
-            claim.error = error
-        return claim
+    def _begin_epoch(self) -> Cursor | None:
+        return self.held.begin(self)
 
-    def _warn_of_length(self) -> None:
-        warnings.warn(
-            f"Length of IterableDataset {self.held.loader.dataset} was reported to be {self._most} "
-            f"(when len(dataloader) was asked for), but {self._given} batches have been "
-            "fetched; have each worker read its own part (torch.utils.data.get_worker_info)",
-            stacklevel=6,
-        )
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's, see :meth:`DataLoader.state_dict`."""
+        return self.held.state_dict()
+
+    def _take(self, begin: float) -> Commit | None:
+        commit = super()._take(begin)
+        items = self._items
+        looks = self._pins or self._most is not None or (items is not None and bool(items.own))
+        self.is_plain = not (self.holds or looks)
+        if commit is None or commit is AT_HAND:
+            return commit
+        delivery = commit.delivery
+        if delivery.error is None:
+            try:
+                delivery.outcome = self._look_at(delivery.outcome)
+            except Exception as error:  # it takes the place of the batch
+                delivery.outcome = None
+                delivery.error = error
+        if items is not None and not self.holds:
+            items.follow(commit.delivered)
+        return commit
+
+    @property
+    def _items(self) -> Items | None:
+        """What the sampler gives; None of a stream."""
+        if self.epoch is None:
+            return None
+        items = getattr(self.epoch.lanes[0].feed, "iterator", None)  # a shard has none
+        return items if type(items) is Items else None
+
+    def _look_at(self, batch: Any) -> Any:
+        self._given += 1
+        if self._most is not None and self._given > self._most:
+            warnings.warn(
+                f"Length of IterableDataset {self.held.loader.dataset} was reported to be "
+                f"{self._most} (when len(dataloader) was asked for), but {self._given} batches "
+                "have been fetched; have each worker read its own part "
+                "(torch.utils.data.get_worker_info)",
+                stacklevel=4,
+            )
+        return pin(batch) if self._pins else batch
+
+    def giving(self, held: tuple[Delivery, ...]) -> None:
+        super().giving(held)
+        if self._items is not None and self.epoch is not None:
+            mine = [(each.task, each.ordinal) for each in held]
+            self._items.follow(self.epoch.lanes[0].position(mine).given)
 
     def __len__(self) -> int:
         return len(self.held.loader._index_sampler)
+
+
+class PinnedBatches(Prefetch[T], _TorchIterator):  # type: ignore[misc]
+    """The same, over batches that a thread moves to pinned memory, ahead of the consumer."""
+
+    def __init__(self, batches: EpochBatches[T]) -> None:
+        super().__init__(batches, pin, 1)
+        self._batches = batches
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copies(self)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def _refuse_copies(iterator: Any) -> NoReturn:
+    raise NotImplementedError(  # torch's class
+        f"{type(iterator).__name__} cannot be pickled or copied, since the workers are its loader's"
+    )
 
 
 def _check_timeout(timeout: Any) -> None:
@@ -855,5 +907,7 @@ def _start_method() -> str:
     return method if method in methods else methods[0]
 
 
-_OWN = vars(DataLoader(())).keys() - {"_iterator"}
-"""Attributes of a loader that has no subclass, without torch's place for an iterator."""
+@functools.cache  # and not at import: documentation is made without torch
+def _own_names() -> frozenset[str]:
+    """Return the attributes of a loader without subclass, but for torch's place of an iterator."""
+    return frozenset(vars(DataLoader(())).keys() - {"_iterator"})

@@ -3,7 +3,7 @@
 ::
 
       |=========== the thread ===========|                |========== the consumer ==========|
-       next(batches) --> pin --> copy, on a     _Moved
+       a batch       --> pin --> copy, on a     _Moved
                                  stream of its  ------->   its stream waits for the copy, and
                                  own; event               marks the memory as in use --> batch
 

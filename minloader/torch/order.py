@@ -30,7 +30,7 @@ from minloader._epochs.feed import may_be_read_ahead
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import with_inner
-from minloader._sampling.source import used_up
+from minloader._sampling.reader import used_up
 from minloader._worker.seeds import in_turn
 from minloader._worker.torch_conventions import number_of
 from minloader.torch import generators

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from interrupts import FEEDS, OURS, SHARD_FEEDS
+from interrupts import FEEDS, OURS, SHARD_FEEDS, Within
 
 from .programs import KINDS, Kind, Program
 
@@ -131,7 +131,7 @@ class Press(NamedTuple):
 
     before: str
     call: str
-    within: str = OURS
+    within: Within = OURS
     stride: int = 1
 
 
@@ -153,7 +153,7 @@ PRESSES: dict[str, Press] = {
     "load within an epoch": Press("iter; take 2; note; take 1", "load", stride=79),
     "skip": Press("iter; take 1", "skip", stride=19),
     "resize": Press("iter; take 1", "resize", stride=19),
-    "prefetch": Press("prefetch 2 2", "next", f"{OURS}/_epochs/stage.py", 11),
+    "prefetch": Press("prefetch 2 2", "next", f"{OURS}/_prefetch.py", 11),
     "what is read again": Press("iter; take 2; resize 3", "next", SHARD_FEEDS, 7),
 }
 

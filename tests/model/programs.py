@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from helpers import StatefulIterator
-from interrupts import OURS, Outcome, interrupted
+from interrupts import OURS, Outcome, Within, interrupted
 from kinds import (
     BAD_ITEM,
     Apart,
@@ -611,10 +611,9 @@ class Program:
 
     def check(self) -> None:
         loader, model = self.loader, self.model
-        if not any(how == "prefetched" for _, _, how in self.runs):  # it begins epochs ahead
-            if loader.epoch != model.epoch:
-                gc.collect()  # the traceback of Ctrl-C may keep an iterator that was left
-            assert loader.epoch == model.epoch, f"epoch is {loader.epoch}, not {model.epoch}"
+        if loader.epoch != model.epoch:
+            gc.collect()  # the traceback of Ctrl-C may keep an iterator that was left
+        assert loader.epoch == model.epoch, f"epoch is {loader.epoch}, not {model.epoch}"
         if self.what.stream and not self.disturbed:
             assert loader.stats.errors.reread == 0, (
                 f"{loader.stats.errors.reread} batches were read again"
@@ -702,14 +701,14 @@ class Program:
             while self.take(which):
                 pass
 
-    def pressed(self, call: Callable[[], Any], place: int, within: str = OURS) -> Outcome:
+    def pressed(self, call: Callable[[], Any], place: int, within: Within = OURS) -> Outcome:
         """Makes a call in which Ctrl-C comes."""
         self.reached = False
         outcome = interrupted(call, place, within)
         self.reached = outcome.reached
         return outcome
 
-    def interrupt(self, which: int, place: int, within: str, noted: bool = False) -> None:
+    def interrupt(self, which: int, place: int, within: Within, noted: bool = False) -> None:
         """Ctrl-C comes somewhere in ``next``: the ``next`` behind it gives that batch.
 
         Args:
@@ -718,7 +717,7 @@ class Program:
             within: folder of the code in which places are counted.
             noted: whether the state from right after Ctrl-C is noted.
         """
-        with self.step(f"interrupt {which} at {place} within {within[len(OURS) - 9 :] or 'all'}"):
+        with self.step(f"interrupt {which} at {place} within {within or 'all'}"):
             batches, run, how = self.runs[which]
             end = object()
             try:
@@ -745,16 +744,18 @@ class Program:
                 self.given(run, how, outcome.value)
 
     def take_in_threads(self, which: int, counts: list[int]) -> None:
-        """Several threads take so many batches each: each batch goes to one of them."""
+        """Several threads take so many batches each, by a lock: each batch goes to one of them."""
         with self.step(f"threads take {counts} of {which}"):
             batches, run, how = self.runs[which]
             got: list[Any] = []
             ends: list[Any] = []
+            lock = threading.Lock()
 
             def taking(count: int) -> None:
                 for _ in range(count):
                     try:
-                        got.append(next(batches))
+                        with lock:
+                            got.append(next(batches))
                     except StopIteration:
                         ends.append(None)
                         return

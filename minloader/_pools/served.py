@@ -1,0 +1,222 @@
+"""Pools with a thread of their own, which alone enters executors and futures.
+
+::
+
+    consumer's thread ---- inbox ----> the pool's thread ----> executor ----> its own threads
+            ^                                | what was lost                        |
+            `-------- tickets, bell ---------+--------------------------------------'
+
+Whatever breaks into the consumer's thread (Ctrl-C, or the handler of another signal that raises)
+would leave a lock of an executor, or of a future, taken for ever. So that thread puts commands into
+a queue, which is one call of C, and looks at tickets. What takes long is no concern of its: workers
+are started, and dead ones buried, while it waits, and it may be interrupted at any time.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from minloader._memory.files import interrupts_held
+from minloader._pools.base import GRACE, RemotePool
+from minloader._pools.cpython import is_ours
+from minloader._pools.ticket import Bell, Ticket
+from minloader._worker.messages import JobMissing, Reply, TaskMessage
+from minloader._worker.start import refuse_avalanche
+
+logger = logging.getLogger("minloader")
+
+LONGEST_END = 4 * GRACE
+"""Seconds that closing waits for the thread, after those that workers get."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ServedPool(RemotePool):
+    """A pool with a thread of its own, from its first task until it is closed, or is gone.
+
+    Attributes:
+        closed: whether it takes no more tasks.
+        deadline: until when its workers may then leave by themselves (monotonic clock).
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.closed = False
+        self.deadline = 0.0
+        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._serving = threading.Lock()  # the thread's, as long as it serves
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._inbox.put, int).atexit = False
+
+    # --- in the consumer's thread
+
+    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
+        return self._ask(self._send, bell, task)
+
+    def _ask(
+        self, function: Callable[[Ticket], None], bell: Bell, task: TaskMessage | None = None
+    ) -> Ticket:
+        """Have the thread call a function with a ticket, which it is to finish."""
+        ticket = Ticket(bell, task, self._inbox)
+        try:
+            self._begin()
+        except Exception as error:  # no threads
+            ticket.step = "sending"
+            ticket.fail(error)
+            return ticket
+        self._inbox.put(partial(_do, function, ticket))
+        if self.closed:  # and so the thread may have looked for the last time
+            ticket.fail(RuntimeError("the pool is closed"))
+        return ticket
+
+    def _begin(self) -> None:
+        """Have a thread, if there is none."""
+        if self._thread is not None:
+            return
+        refuse_avalanche()
+        # What workers are told of the settings of libraries are those of the consumer.
+        run = contextvars.copy_context().run
+        args = _serve, weakref.ref(self), self._inbox, self._serving
+        thread = threading.Thread(target=run, args=args, name="minloader-pool", daemon=True)
+        with interrupts_held():
+            thread.start()
+            self._thread = thread
+
+    def leave(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.closed = True
+        self._inbox.put(self.look)  # a method, which keeps the pool until the thread has ended it
+
+    def end(self, deadline: float) -> None:
+        left = max(0.0, deadline + LONGEST_END - time.monotonic())
+        # Not in a thread that the end may itself wait for: garbage is collected anywhere.
+        if not is_ours(threading.current_thread()) and self._serving.acquire(timeout=left):
+            self._serving.release()
+        super().end(deadline)
+
+    # --- in the pool's thread
+
+    def _send(self, ticket: Ticket) -> None:
+        """Send a task off, with a slot for its batches."""
+        task = ticket.task
+        if task is None or ticket.is_dropped:
+            return
+        ticket.step = "packing"
+        packed = self.pack(task)
+        ticket.step = "sending"
+        self.hand_over(ticket, packed._replace(id=next(self.task_ids)))
+        ticket.step = ""
+
+    def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
+        """Give a packed task to an executor; see :func:`follow`.
+
+        Raises:
+            BrokenExecutor: the workers are gone.
+            RuntimeError: the pool is closed.
+            OSError: the system allows no more processes or descriptors.
+        """
+        raise NotImplementedError
+
+    def look(self) -> float | None:
+        """Do what is due. Return after how many seconds to look again, if nothing is asked for."""
+        return None
+
+    def end_all(self) -> None:
+        """End what is under way: the pool is closed."""
+
+
+def _do(function: Callable[[Ticket], None], ticket: Ticket) -> None:
+    try:
+        function(ticket)
+    except BaseException as error:  # an item may call sys.exit() as it is pickled
+        ticket.fail(error)
+
+
+def _serve(
+    reference: weakref.ref[ServedPool], inbox: queue.SimpleQueue[Callable[[], object]], serving: Any
+) -> None:
+    """Serve a pool. While nothing is to be done for it, the thread does not keep it."""
+    seconds: float | None = None
+    with serving:
+        while True:
+            try:
+                command: Callable[[], object] = inbox.get(timeout=seconds)
+            except queue.Empty:
+                command = int
+            pool = reference()
+            if pool is None:
+                return
+            try:
+                command()
+                seconds = pool.look()
+            except Exception:  # no descriptors, say; what is due is tried again
+                logger.exception("the thread of a pool goes on after an error")
+                seconds = GRACE
+            if pool.closed:
+                pool.end_all()
+                while not inbox.empty():
+                    inbox.get()()  # whoever asks is told that it is closed
+                return
+            del command, pool
+
+
+def follow(
+    future: Future[Any],
+    ticket: Ticket,
+    number: int,
+    unfinished: dict[int, Ticket],
+    lost: dict[int, tuple[Ticket, BaseException]] | None,
+) -> None:
+    """Have a ticket be finished when a future is done.
+
+    Args:
+        future: of the executor that has the task.
+        ticket: of the task.
+        number: of the task in its pool.
+        unfinished: tickets under way, by these numbers.
+        lost: where those are put whose executor broke, with the error, to be finished when it was
+            buried. None: nobody does that.
+    """
+    ticket.future = future
+    unfinished[number] = ticket
+    future.add_done_callback(partial(_arrived, number, unfinished, lost))
+
+
+def _arrived(
+    number: int,
+    unfinished: dict[int, Ticket],
+    lost: dict[int, tuple[Ticket, BaseException]] | None,
+    future: Future[Any],
+) -> None:
+    """Take what has come of a task, in a thread of the executor's.
+
+    It knows neither executor nor pool: the future leads here, and it would lead to a cycle. The
+    collector, which would have to find that, may come while the system's semaphores are counted,
+    which CPython 3.12 refuses.
+    """
+    ticket = unfinished.pop(number, None)
+    if ticket is None:
+        return  # it was given up
+    try:
+        error = future.exception()
+        if error is None:
+            reply: Reply | JobMissing = future.result()
+            if not isinstance(reply, JobMissing):
+                ticket.settle(reply)
+                return
+            error = reply
+    except Exception as failure:  # cancelled; or no room for a batch in this process
+        error = failure
+    if lost is not None and isinstance(error, BrokenExecutor):
+        lost[number] = ticket, error
+    else:
+        ticket.fail(error)

@@ -1,0 +1,194 @@
+"""The thread of a pool: whatever breaks into the consumer's thread, nothing is left locked."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import weakref
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+from conftest import eventually, workers
+from helpers import Numbers, Squares
+from trouble import Scripted
+
+from minloader import Loader, WorkerDied
+from minloader._pools import processes, served
+from minloader._pools.ticket import Bell, Ticket
+from minloader._worker.messages import Reply, TaskMessage
+
+
+class TimeLimit(BaseException):
+    """What the handler of an alarm raises."""
+
+
+@pytest.fixture
+def torn(monkeypatch) -> list[str]:
+    """Has an alarm break in wherever the consumer's thread takes a lock of an executor or a future.
+
+    It gives where. CPython looks for signals as the method returns that has taken the lock: nobody
+    would give that back.
+    """
+    found: list[str] = []
+    enter = threading.Condition.__enter__
+    consumer = threading.get_ident()
+
+    def torn_enter(condition: Any) -> Any:
+        result = enter(condition)
+        frame: Any = sys._getframe(1)
+        while frame is not None and threading.get_ident() == consumer:
+            if "concurrent/futures/" in frame.f_code.co_filename:
+                found.append(frame.f_code.co_qualname)
+                raise TimeLimit
+            frame = frame.f_back
+        return result
+
+    monkeypatch.setattr(threading.Condition, "__enter__", torn_enter)
+    return found
+
+
+def live(loader: Loader, expected: list[int]) -> None:
+    """Whatever has to do with tasks: they are sent, dropped, lost, and sent again."""
+    loader.start()
+    batches = iter(loader)
+    assert next(batches) == expected[0]
+    del batches  # what is queued is dropped
+    batches = iter(loader)
+    got = [next(batches), next(batches)]
+    for process in workers(loader)[:1]:
+        process.kill()
+    assert sorted([*got, *batches]) == expected
+    loader.num_workers = 1
+    assert sorted(loader) == expected
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dataset"),
+    [
+        ("process", Squares(40)),
+        ("process", Numbers(40)),
+        ("thread", Squares(40)),
+        ("foreign processes", Squares(40)),
+        ("foreign threads", Squares(40)),
+    ],
+)
+def test_the_consumer_takes_no_lock_of_an_executor_or_a_future(kind, dataset, torn):
+    """In ``submit``, ``done``, ``cancel`` and the others it would be taken for ever."""
+    makers: dict[str, Any] = {
+        "foreign processes": lambda: ProcessPoolExecutor(2, mp_context=get_context("spawn")),
+        "foreign threads": lambda: ThreadPoolExecutor(2),
+    }
+    executor = makers[kind]() if kind in makers else kind
+    expected = [n * n for n in range(40)] if isinstance(dataset, Squares) else list(range(40))
+    try:
+        live(Loader(dataset, num_workers=2, prefetch_factor=4, executor=executor), expected)
+    finally:
+        found = list(torn)
+        if kind in makers:
+            threading.Thread(target=executor.shutdown).start()
+    assert found == []
+
+
+def test_ctrl_c_does_not_wait_for_workers_that_start(monkeypatch):
+    start, gate = processes.WorkerProcess.start, threading.Event()
+
+    def slow(process: Any) -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+        gate.wait()
+        monkeypatch.undo()
+        start(process)
+
+    monkeypatch.setattr(processes.WorkerProcess, "start", slow)
+    with Loader(Squares(9), num_workers=2) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            loader.start()
+        assert not gate.is_set()
+        gate.set()
+        assert list(loader) == [n * n for n in range(9)]
+        assert loader.stats.errors.replaced == 0
+
+
+def test_a_start_that_fails_and_then_works(monkeypatch):
+    """As where the system has no processes left, for a while: it is the error of what was sent."""
+    start, failures = processes.WorkerProcess.start, iter(range(2))
+
+    def failing(process: Any) -> None:
+        if next(failures, None) is not None:
+            raise BlockingIOError(11, "planned")
+        start(process)
+
+    monkeypatch.setattr(processes.WorkerProcess, "start", failing)
+    with Loader(Squares(9), num_workers=2, prefetch_factor=1, chunks=False) as loader:
+        batches = iter(loader)
+        for _ in range(2):
+            with pytest.raises(BlockingIOError, match="planned"):
+                next(batches)
+        assert list(batches) == [n * n for n in range(2, 9)]
+
+
+def ends_well(info: Any) -> None:
+    """Have a worker end with exit code 0 when it is sent SIGTERM, as many frameworks do."""
+    signal.signal(signal.SIGTERM, lambda *args: sys.exit(0))
+
+
+def test_who_ends_since_another_died_is_not_to_blame(tmp_path):
+    script = {n: [("touch", tmp_path / f"{n}"), ("wait", tmp_path / "go")] for n in range(3)}
+    script[0].append(("die",))
+    options = {"num_workers": 3, "prefetch_factor": 1, "retries": 0, "worker_init_fn": ends_well}
+    with Loader(Scripted(script), range(6), **options) as loader:
+        batches = iter(loader)
+        assert eventually(lambda: all((tmp_path / f"{n}").exists() for n in range(3)))
+        (tmp_path / "go").touch()
+        with pytest.raises(WorkerDied, match="batch 0"):
+            next(batches)
+        assert list(batches) == [1, 2, 3, 4, 5]
+
+
+def test_the_thread_does_not_keep_a_pool_that_is_let_go_of():
+    pool = served.ServedPool(infos=[])
+    pool._begin()
+    thread = pool._thread
+    assert thread is not None
+    gone = weakref.ref(pool)
+    del pool
+    assert eventually(lambda: gone() is None)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_the_thread_goes_on_after_an_error(caplog):
+    """Of what is due: there may have been no descriptors."""
+
+    class Failing(served.ServedPool):
+        errors = iter([OSError("planned")])
+
+        def look(self) -> float | None:
+            for error in self.errors:
+                raise error
+            return None
+
+        def hand_over(self, ticket: Ticket, task: Any) -> None:
+            ticket.finish(None)
+
+    pool, bell = Failing(infos=[]), Bell()
+    for _ in range(2):
+        ticket = pool.submit(TaskMessage(0, 0, []), bell)
+        assert eventually(lambda ticket=ticket: ticket.is_done)
+    pool.close()
+    assert caplog.text.count("OSError: planned") == 1
+
+
+def test_a_bell_that_was_rung_does_not_wait():
+    bell = Bell()
+    for _ in range(3):
+        bell.ring()
+    bell.wait()
+    bell.wait(0.001)  # in vain
+    ticket = Ticket(bell)
+    ticket.finish(Reply(0, 0, False, []))
+    bell.wait()
+    assert ticket.is_done
