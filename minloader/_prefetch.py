@@ -298,6 +298,7 @@ class Prefetch(Iterator[B], Generic[B]):
     def _take_ahead(self) -> tuple[Any, ...]:
         """Take what may be taken, have the thread work on it, and return all that is held."""
         self._check_usable()
+        self._send_held()
         while not self._held or (len(self._held) <= self._depth and self._source.is_ready()):
             before = self._held
             try:
@@ -307,6 +308,11 @@ class Prefetch(Iterator[B], Generic[B]):
             except Exception:
                 if self._held is before:  # it is none in the place of a batch
                     raise
+            self._send_held()  # before the next one is made, which may be in the same memory
+        return self._held
+
+    def _send_held(self) -> None:
+        """Have the thread work on what is held."""
         for each in self._held:
             if each.work is None:
                 outcome = None if each.error else self._source.as_given(each.outcome)
@@ -317,7 +323,6 @@ class Prefetch(Iterator[B], Generic[B]):
                 self._start()
                 self._tasks.put(each.work)  # twice, if it is interrupted: the thread makes it once
                 each.work.is_sent = True
-        return self._held
 
     def _work(
         self,
