@@ -145,7 +145,7 @@ class Work:
         self.finish(None)
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What batches are taken from ahead of the consumer."""
 
     @property
@@ -181,7 +181,7 @@ class Prefetch(Iterator[B], Generic[B]):
 
     def __init__(
         self,
-        source: Source,
+        source: BatchSource,
         fn: Callable[[Any], Any],
         depth: int,
         *,

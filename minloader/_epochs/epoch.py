@@ -18,8 +18,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
@@ -50,15 +48,11 @@ TURN = attrgetter("delivered")
 
 NEXT_UNSENT = attrgetter("next_unsent")
 
-BUILTIN = (list, tuple, range)
-"""Types of samplers that run no code of the user's when they are read."""
-
 
 @dataclass(eq=False, slots=True, repr=False)
 class Commit:
     """What is stored when something is delivered, and what that is."""
 
-    epoch: Epoch
     lane: Lane
     delivered: int
     ahead: Ordinals
@@ -66,7 +60,6 @@ class Commit:
     next_error: Exception | None
     held: tuple[Delivery, ...]
     has_given: bool
-    batches: int
     outcomes: list[Any]
     n: int
     delivery: Delivery
@@ -141,15 +134,13 @@ class Epoch:
         total = len(position.lanes)
         for number, start in enumerate(position.lanes):
             feed: SamplerFeed | ShardFeed
-            call: Callable[..., Any] = self._interrupts.let_through
             if self.is_stream:
                 former = follows[number] if follows else None
-                feed = ShardFeed(number, total, self.number, start, former, self.shared.passes)
-                self.shared.passes.add(feed)
+                passes = self.shared.group.passes
+                feed = ShardFeed(number, total, self.number, start, former, passes)
             else:
                 feed = SamplerFeed(self._source, self.number, start, length=position.length)
-                if type(self._source.items) in BUILTIN and self.shared.group.num_workers:
-                    call = operator.call
+            call = self._interrupts.let_through
             lanes.append(Lane(number, self.shared, feed, start, self._bell, call))
         # Without a call in between.
         self.lanes = lanes
@@ -179,6 +170,11 @@ class Epoch:
     def pools(self) -> list[Pool]:
         """Where its batches are made now."""
         return [lane.pool for lane in self.lanes] if self.is_under_way else []
+
+    @property
+    def passes(self) -> list[int]:
+        """Numbers of its passes over shards, or over a sampler, that may still be read on."""
+        return [lane.feed.pass_number for lane in self.lanes] if self.is_under_way else []
 
     @property
     def in_flight(self) -> int:
@@ -251,7 +247,6 @@ class Epoch:
 
     def _leave_lanes(self) -> None:
         for lane in self.lanes:
-            self.shared.passes.discard(lane.feed)
             lane.leave()
 
     # --- what comes next
@@ -346,7 +341,6 @@ class Epoch:
         elif isinstance(feed, SamplerFeed):
             source_state = feed.state_behind_error()
         return Commit(
-            epoch=self,
             lane=lane,
             delivered=delivered,
             ahead=ahead,
@@ -354,7 +348,6 @@ class Epoch:
             next_error=feed.error if is_batch else None,
             held=(*self.held, delivery) if holds else self.held,
             has_given=self.has_given or is_last or delivery.error is None,
-            batches=int(delivery.error is None and not holds),
             outcomes=reply.outcomes if is_batch and reply is not None else [None],
             n=delivery.ordinal - delivery.task.first if is_batch else 0,
             delivery=delivery,

@@ -255,7 +255,7 @@ class SamplerFeed(Reader):
         """Return the sampler's state at the next item; the last one if it has none."""
         if self._drawn:
             return self.known  # it is farther on: that was drawn, and Ctrl-C came
-        state = self._call(self.source.state, self.iterator, self.pass_number)
+        state = self.source.state(self.iterator, self.pass_number)
         return self.known if state is None else SourceState(self.next, state)
 
     def state_behind_error(self) -> SourceState:

@@ -107,18 +107,21 @@ class Batches(Iterator[B], Generic[B]):
                     raise StopIteration
                 if commit is not AT_HAND:
                     break
+            epoch = self.epoch
+            assert epoch is not None
             delivery = commit.delivery
             outcome = delivery.outcome
             error = delivery.error
+            counters = epoch.shared.counters
             # Ctrl-C has come by here. No call behind this line: the batch is the consumer's.
-            commit.epoch.held = commit.held  # first: another thread may read a position
+            epoch.held = commit.held  # first: another thread may read a position
             lane = commit.lane
             lane.delivered = commit.delivered
             lane.ahead = commit.ahead
             lane.feed.known = commit.source_state
             lane.feed.error = commit.next_error
-            commit.epoch.has_given = commit.has_given
-            commit.epoch.shared.counters.batches += commit.batches
+            epoch.has_given = commit.has_given
+            counters.batches += error is None and not self.holds
             commit.outcomes[commit.n] = None
             if not self.holds:  # the frames of an error lead to it
                 delivery.outcome = None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakSet
 
 from minloader._epochs.failures import OnError
 from minloader._insight.counters import Counters
@@ -50,7 +48,6 @@ class Shared:
         is_closed: whether the loader is.
         generation: another one since what was begun before must not go on: the loader was closed,
             or a state was loaded.
-        passes: the feeds of shards that may still be read on.
         logged: what the log says once at most, and has said, or need not, of a stream: how its
             shards "compared", and that some are "empty".
     """
@@ -61,7 +58,6 @@ class Shared:
     chunk: int = 1
     is_closed: bool = False
     generation: int = 0
-    passes: WeakSet[Any] = field(default_factory=WeakSet)
     logged: set[str] = field(default_factory=set)
 
     @property

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from minloader._checks import snapshot
 from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
 from minloader._sampling.reader import Check, SourceState, pass_numbers
@@ -43,7 +42,7 @@ class ShardFeed:
         position: where it begins.
         follows: number of the pass that was read to its end before, so that whoever has done that
             goes on with the same copy of the stream. None: there is none.
-        passes: those of the loader that may still be read on.
+        passes: returns the numbers of those of the loader that may still be read on.
 
     Attributes:
         pass_number: of this pass over the shard, which tells it from others in the same epoch.
@@ -67,7 +66,7 @@ class ShardFeed:
         epoch: int,
         position: LanePosition,
         follows: int | None,
-        passes: Iterable[ShardFeed] = (),
+        passes: Callable[[], Iterable[int]] = list,
     ) -> None:
         self.pass_number = next(pass_numbers)
         self.shard = shard
@@ -121,7 +120,7 @@ class ShardFeed:
             check=task.check,
             pass_number=self.pass_number,
             follows=self._follows,
-            others=tuple(each.pass_number for each in snapshot(self._passes)),
+            others=tuple(self._passes()),
         )
 
     def check_at(self, given: int, head: Task | None) -> Check | None:

@@ -44,6 +44,8 @@ class EpochUnderWay(Protocol):
     @property
     def pools(self) -> list[Pool]: ...
     @property
+    def passes(self) -> list[int]: ...
+    @property
     def in_flight(self) -> int: ...
 
 
@@ -145,6 +147,10 @@ class PoolGroup:
     def in_flight(self) -> int:
         """Tasks under way now. For any thread to ask."""
         return sum(each.in_flight for each in snapshot(self.epochs))
+
+    def passes(self) -> list[int]:
+        """Return the numbers of the passes over shards that may still be read on."""
+        return [number for each in snapshot(self.epochs) for number in each.passes]
 
     @property
     def replaced(self) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
@@ -297,7 +296,6 @@ class Reader:
         first: ordinal of the first item that is wanted.
         check: of an item from that state on, for when it comes again; None: there is none.
         pass_number: of this pass over the source; None: the next one.
-        call: calls a function that runs the source's own code.
 
     Attributes:
         next: ordinal of the next item.
@@ -324,7 +322,6 @@ class Reader:
         first: int = 0,
         check: Check | None = None,
         pass_number: int | None = None,
-        call: Callable[..., Any] = operator.call,
     ) -> None:
         self.source: Any = source
         self.epoch = epoch
@@ -335,7 +332,6 @@ class Reader:
         self.iterator: Any = None
         self.is_ended = False
         self.end_state: Any = None
-        self._call = call
         self._here = known.at  # ordinal of what comes out of the iterator next, or is in ``_drawn``
         self._drawn: list[Any] = []  # how many were asked for, the items, DONE
         self._last: list[Any] = []  # the same of the call before
@@ -392,7 +388,7 @@ class Reader:
                 "lack an item; give an object whose __iter__ begins anew, or one with state_dict "
                 "and load_state_dict"
             )
-        self._or_over(self._call, self._begin)
+        self._or_over(self._begin)
 
     def _begin(self) -> None:
         self.prepare()
@@ -453,8 +449,8 @@ class Reader:
         if not drawn and self._error is None:
             try:
                 if self._may_be_untold:
-                    self._call(self._tell_again)
-                self._call(drawn.extend, chain((most,), self._coming(most), (DONE,)))
+                    self._tell_again()
+                drawn.extend(chain((most,), self._coming(most), (DONE,)))
             except BaseException as raised:
                 if self._ends_program(raised):
                     raise
@@ -477,7 +473,7 @@ class Reader:
             self._chances = 0
             self.source.has_given = True
         elif is_end and self._chances:
-            self._or_over(self._call, self._begin_once_more)
+            self._or_over(self._begin_once_more)
             return self._draw(most)
         if self.check is not None:
             self._or_over(self._compare, self.check, items)
@@ -519,7 +515,7 @@ class Reader:
         if self.check is not None and self.check.ordinal >= stop:
             raise self._misfit(stop)
         source = self.source
-        self.end_state = self._call(source.state_between, self.iterator, self.pass_number)
+        self.end_state = source.state_between(self.iterator, self.pass_number)
         if source.last_pass == self.pass_number:
             source.end(self.iterator, read, self.end_state)
 

@@ -226,7 +226,7 @@ class ShardReader(Reader):
         return begin_batch(info, self.epoch + self.is_ended, ordinal)
 
     def prepare(self) -> None:
-        self._or_over(self._call, self._prepare)
+        self._or_over(self._prepare)
 
     def _prepare(self) -> None:
         if not self.known.at and self.source.is_told:
