@@ -138,6 +138,26 @@ def test_very_many_that_came_early_do_not_hold_up_the_rest(way):
         assert sorted(loader) == [1, *range(2_500, 3_000)]
 
 
+def test_only_so_many_overtake_a_batch(monkeypatch):
+    """What was under way by then may, too."""
+    monkeypatch.setattr("minloader._epochs.lane.MAX_AHEAD", 5)
+    gate = threading.Event()
+
+    def wait(item: int) -> int:
+        if item == 0:
+            gate.wait()
+        return item
+
+    with Loader(wait, map(int, range(100)), in_order=False, **THREADS) as loader:
+        batches = iter(loader)
+        early = [next(batches)]
+        while loader.stats.workers.in_flight > 1:  # the first one is
+            early.append(next(batches))
+        assert 5 <= len(early) <= 5 + 2 * loader.num_workers
+        gate.set()
+        assert sorted([*early, *batches]) == list(range(100))
+
+
 @pytest.mark.parametrize("bad", [4, 6, 9])
 @pytest.mark.parametrize("way", [HERE, THREADS])
 def test_an_error_of_the_sampler_comes_in_its_turn_between_batches_that_came_early(way, bad):

@@ -50,6 +50,7 @@ from minloader import (
 from minloader._checks import differences
 from minloader._epochs.feed import STATE_COST, SamplerFeed, SamplerSource
 from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
+from minloader._epochs.task import Task
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -592,7 +593,7 @@ def test_no_state_is_noted_behind(size):
     next(iter(sampler))
     feed = SamplerFeed(SamplerSource(sampler), epoch=1, position=LanePosition())
     feed.open()
-    task = feed.begin_task()
+    task = Task(first=0, items=[], source_state=NO_SOURCE_STATE)
     feed.draw(task, hold=lambda item: item, most=9, until=math.inf)
     feed.finish(task)
     assert len(task.items) == 3

@@ -2,7 +2,7 @@
 
 What is asked of the sampler, and in which order, is that of every :class:`Reader`. Runs in the
 consumer's thread. Ctrl-C may come at any instruction: what was drawn is kept, in the task or in the
-reader, and :meth:`SamplerFeed.recover` finds out which.
+reader, which gives again what the task has not got (:meth:`Reader.give_again`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class SamplerFeed(Reader):
         length: number of batches of the epoch; None if not known when it was begun.
         beginning: the state that the epoch began with, of one that keeps its place in itself.
         last: ordinal and item of the one drawn last.
-        drawing: the task whose items are being drawn.
     """
 
     error_size = 0
@@ -132,7 +131,6 @@ class SamplerFeed(Reader):
             self.beginning = known.state
         self.error: Exception | None = None
         self.last: tuple[int, Any] | None = None
-        self.drawing: Task | None = None
         self._state_due = 0.0  # when to ask for its state next
 
     def following(self, *, is_abandoned: bool) -> LanePosition:
@@ -287,12 +285,6 @@ class SamplerFeed(Reader):
 
     # --- to draw
 
-    def begin_task(self) -> Task:
-        """Return a task for the next items, which are still to be drawn."""
-        task = Task(first=self.next, items=[], source_state=self.known)
-        self.drawing = task
-        return task
-
     def draw(self, task: Task, hold: Callable[[Any], Any], most: int, until: float) -> None:
         """Add the next items to a task: so many, or fewer if that takes until later; or end.
 
@@ -314,12 +306,9 @@ class SamplerFeed(Reader):
             self.fail(error)
 
     def finish(self, task: Task) -> None:
-        """Note that all items of a task were drawn."""
+        """Note that all items of a task were drawn. Harmless when repeated."""
         if task.items:
-            last = (task.stop - 1, task.items[-1])
-            # Without a call in between, and so without Ctrl-C.
-            self.last = last
-        self.drawing = None
+            self.last = (task.stop - 1, task.items[-1])
         has_none = self.known.state is None and not self.source.is_ours
         may_be_asked = not self.is_ended and self.error is None
         if task.items and not task.first and has_none and may_be_asked:
@@ -333,13 +322,6 @@ class SamplerFeed(Reader):
         self.error = error
         without_frames(error)
         failures.add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
-
-    def recover(self) -> None:
-        """Make sure, after an interrupt, that nothing is lost of what was drawn for a task."""
-        task = self.drawing
-        if task is not None:
-            self.give_again(task.stop)
-            self.finish(task)
 
 
 def check_length(epoch: int, length: int | None, wanted: int | None) -> None:

@@ -96,7 +96,7 @@ class Lane:
         self.ahead = start.ahead
         self.current: Task | None = None
         self.tasks: deque[Task] = deque()
-        self._drawn: Task | None = None  # not among these yet
+        self._drawn: Task | None = None  # whose items are being drawn, or were just drawn
         self._bell = bell
         self._call = call
         self._max_chunk = self._find_max_chunk()
@@ -157,10 +157,9 @@ class Lane:
         ordinals = [ordinal for _, ordinal in held if ordinal >= 0]
         delivered, ahead = take_back(self.delivered, self.ahead, ordinals)
         known = [task for task, _ in held]
-        drawing = feed.drawing if isinstance(feed, SamplerFeed) else None
-        known += [task for task in (self.current, drawing, self._drawn) if task is not None]
+        known += [task for task in (self.current, self._drawn) if task is not None and task.items]
         known += snapshot(self.tasks)
-        # What has no items has the place of an error.
+        # What is held and has no items has the place of an error.
         left = [task for task in known if task.stop > delivered or not task.items]
         head = min(left, key=_first, default=None)
         check = feed.check_at(delivered, head) if head is None or head.items else head.check
@@ -223,8 +222,7 @@ class Lane:
             return task
         while len(self.ahead) < MAX_AHEAD or not self.tasks:
             begin = time.perf_counter()
-            if self._drawn is None or feed.drawing is not None:
-                self._call(self._draw_items, feed, begin)
+            self._call(self._draw_items, feed, begin)
             drawn = self._drawn
             if drawn is None or not drawn.items:
                 self._drawn = None
@@ -240,18 +238,20 @@ class Lane:
         return None
 
     def _draw_items(self, feed: SamplerFeed, begin: float) -> None:
-        """Draw the items of a task. Ctrl-C may come at any instruction."""
-        if feed.drawing is not None:
-            self._drawn = feed.drawing
-            feed.recover()
-            if self._drawn.items:
-                return
+        """Draw the items of a task. After Ctrl-C, at any instruction, this is called again."""
+        task = self._drawn
+        if task is not None:
+            feed.give_again(task.stop)
+        if task is not None and task.items:
+            feed.finish(task)
+            return
         self._drawn = None
         feed.open_or_fail()
         if feed.is_ended or feed.error is not None:
             return
         state_error = feed.note_state()
-        task = feed.begin_task()
+        task = Task(first=feed.next, items=[], source_state=feed.known)
+        self._drawn = task
         limit = self._most_at_once(feed.next)
         reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
         until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
@@ -263,7 +263,6 @@ class Lane:
             most = 1 if wants_more and len(task.items) < limit else 0
         if state_error is not None and task.items and feed.error is None:
             feed.fail(state_error)
-        self._drawn = task
         feed.finish(task)
 
     def _most_at_once(self, first: int) -> int:
