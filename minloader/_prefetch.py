@@ -31,6 +31,7 @@ from minloader._checks import B, brief_repr, check_int, is_iterable, refuse_copi
 from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.iterator import EXECUTING, Batches, SeveralEpochs
 from minloader._errors import not_the_end, without_frames
+from minloader._loader import Loader
 from minloader._memory import forks
 
 A = TypeVar("A")
@@ -56,9 +57,9 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
     counts what the consumer was given, not what was taken ahead.
 
     Args:
-        batches: iterated once, here; for several epochs call ``prefetch`` for each, or give
-            ``loader.epochs(n)``. Each must have memory of its own: with ``num_workers=0`` a dataset
-            must not fill the same buffer again.
+        batches: iterated once: a loader from the first ``next`` on, others here. For several
+            epochs call ``prefetch`` for each, or give ``loader.epochs(n)``. Each batch must have
+            memory of its own: with ``num_workers=0`` a dataset must not fill the same buffer again.
         fn: called in the thread with each batch; the context variables (numpy's error state,
             decimal's context) are those of now.
         depth: most batches that are ready, or being made ready, beyond the one that the
@@ -99,7 +100,12 @@ def prefetched(
         raise TypeError(f"fn must be callable, got {brief_repr(fn)}")
     if not is_iterable(batches):
         raise TypeError(f"batches must be iterable, got {brief_repr(batches)}")
-    source: Any = iter(batches)
+    source: Any
+    if getattr(type(batches), "__iter__", None) is Loader.__iter__:
+        # Not begun yet: an epoch that Ctrl-C had begin here would be nobody's.
+        source = Batches(batches._course)  # type: ignore[attr-defined]
+    else:
+        source = iter(batches)
     if isinstance(source, Prefetch):
         return source.followed_by(fn, depth, receive=receive, keep=keep)
     if not isinstance(source, Batches | SeveralEpochs):

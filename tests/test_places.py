@@ -70,9 +70,9 @@ KINDS: dict[str, Kind] = {
 LOCAL = ["inline", "threads"]
 
 PRESSED: dict[str, tuple[Callable[..., Any], type[BaseException], int, int]] = {
-    "once": (once, KeyboardInterrupt, 601, 5),
-    "twice": (twice, KeyboardInterrupt, 607, 7),
-    "another": (once, Boom, 907, 11),
+    "once": (once, KeyboardInterrupt, 601, 23),
+    "twice": (twice, KeyboardInterrupt, 607, 31),
+    "another": (once, Boom, 907, 41),
 }
 """How: the places, what comes there, and how far apart they are, and are in the slow tests."""
 
