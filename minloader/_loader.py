@@ -107,7 +107,8 @@ class Loader(Generic[B]):
         shared_memory: whether batches travel in shared memory; an int: the most bytes to hold
             there. True: half of what is free. Past that, batches come through a pipe, slower.
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
-            between batches (all workers are, together). None: no limit.
+            between batches (all workers are, together). Tiny batches then travel one by one. None:
+            no limit.
         trace: file to write a timeline to while the loader lives, see :meth:`trace`.
 
     Raises:

@@ -402,7 +402,8 @@ def test_the_verdict_names_the_bottleneck(name):
         assert stats.verdict in texts[-1]
         return all(part in stats.verdict for part in said)
 
-    assert eventually(is_said), texts[-1]
+    # It cannot be seen where other programs have the machine for all this time.
+    assert eventually(is_said) or "waiting for a processor" in texts[-1], texts[-1]
 
 
 FIGURES: dict[str, Any] = {
@@ -869,6 +870,12 @@ def test_the_sample_by_which_a_worker_grew_is_told(options):
         r"\ngrew at once +8\d MB +worker 0, at 1\d \(batch 1\d of epoch 0\)", str(stats)
     )
     assert "memory_jumps" not in stats.as_dict()
+
+
+def test_with_a_memory_limit_each_batch_is_a_task():
+    """Or the worker would look behind several, and the last one be taken for what leaks."""
+    with Loader(range(2000), num_workers=1, worker_memory_limit=1 << 40) as loader:
+        assert run(loader).workers.chunk_size == 1
 
 
 def reply(pid, memory, at_start):

@@ -108,6 +108,8 @@ class Lane:
         self._adopt()
 
     def _find_max_chunk(self) -> int:
+        if self.shared.job.options.memory_limit is not None:
+            return 1  # a worker looks at its memory behind each task
         if isinstance(self.feed, ShardFeed):
             return MAX_SHARD_CHUNK
         options = self.shared.options
