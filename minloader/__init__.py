@@ -16,13 +16,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minloader._diagnosis.stats import Stats as Stats
     from minloader._errors import SKIP as SKIP
     from minloader._errors import BatchError as BatchError
     from minloader._errors import BatchTimeout as BatchTimeout
     from minloader._errors import MinloaderError as MinloaderError
     from minloader._errors import TransportError as TransportError
     from minloader._errors import WorkerDied as WorkerDied
-    from minloader._insight.stats import Stats as Stats
     from minloader._loader import Loader as Loader
     from minloader._memory.cache import cached as cached
     from minloader._memory.shared_list import SharedList as SharedList
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "_diagnosis.stats": "Stats",
     "_errors": "SKIP BatchError BatchTimeout MinloaderError TransportError WorkerDied",
-    "_insight.stats": "Stats",
     "_loader": "Loader",
     "_memory.cache": "cached",
     "_memory.shared_list": "SharedList",

@@ -15,22 +15,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext
-from typing import Any, Generic, Literal, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 from minloader import _checks as checks
 from minloader._checks import B, brief_repr, check_int
+from minloader._epochs.counters import Counters, EventFile
 from minloader._epochs.course import Course
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches, SeveralEpochs
 from minloader._epochs.options import Options, Shared
-from minloader._insight.stats import Stats
-from minloader._insight.timeline import EventFile, EventLog
 from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import dealer_of, rank_of_stream
 from minloader._sampling.source import Indices
 from minloader._worker.batch_maker import OnSampleError, sample_error_handler
 from minloader._worker.messages import Job, JobOptions, WorkerInfo
+
+if TYPE_CHECKING:
+    from minloader._diagnosis.stats import Stats
 
 logger = logging.getLogger("minloader")
 
@@ -223,18 +225,18 @@ class Loader(Generic[B]):
         )
         self._shared = Shared(options, group)
         self._course = Course(self._shared, self.sampler, is_own=sampler is None)
-        self._end = self._finalizer(self._shared.counters.log)
+        self._end = self._finalizer(self._shared.counters)
         if trace is not None:
             try:
-                self._shared.counters.log.file = _open_trace(trace)
+                self._shared.counters.file = _open_trace(trace)
             except BaseException:
                 self.close()
                 raise
 
-    def _finalizer(self, log: EventLog) -> weakref.finalize[..., Shared]:
+    def _finalizer(self, counters: Counters) -> weakref.finalize[..., Shared]:
         """Return what ends the workers, and the file of a timeline."""
         # The iterators have it, too: the workers live as long as any of these.
-        return weakref.finalize(self._shared, _finish, self._shared.group, log)
+        return weakref.finalize(self._shared, _finish, self._shared.group, counters)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_made, public = "_end" in vars(self), name[0] != "_"
@@ -275,7 +277,7 @@ class Loader(Generic[B]):
         group = self._shared.group
         if num_workers != group.num_workers:
             group.tidy()
-            self._shared.counters.keep_former(self.stats)
+            self._shared.counters.former = self.stats.without_events()
             group.resize(num_workers)
             if self._course.shards is not None:
                 checks.warn_idle_workers(num_workers, self._course.shards)
@@ -283,19 +285,9 @@ class Loader(Generic[B]):
     @property
     def stats(self) -> Stats:
         """A copy of what was counted so far; see :class:`Stats`."""
-        group = self._shared.group
-        slots = [pool.slots for pool in group.pools if pool.slots is not None]
-        used = [each.used for each in slots]
-        stats = self._shared.counters.snapshot()
-        stats.workers.executor = group.kind
-        stats.workers.count = group.num_workers
-        stats.workers.concurrency = self._shared.options.concurrency
-        stats.workers.in_flight = group.in_flight
-        stats.memory.slots = sum(count for count, _ in used)
-        stats.memory.slot_bytes = sum(size for _, size in used)
-        stats.memory.slot_limit = sum(each.budget for each in slots)
-        stats.errors.replaced = group.replaced
-        return stats
+        from minloader._diagnosis.stats import gather  # a training that never asks has none of it
+
+        return gather(self._shared)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -314,16 +306,16 @@ class Loader(Generic[B]):
             RuntimeError: a trace is being written already, or the loader is closed.
         """
         self._shared.check_open()
-        log = self._shared.counters.log
-        if log.file is not None:
+        counters = self._shared.counters
+        if counters.file is not None:
             raise RuntimeError(
-                f"a trace is being written to {log.file.path} already; end that first"
+                f"a trace is being written to {counters.file.path} already; end that first"
             )
-        log.file = _open_trace(path)
+        counters.file = _open_trace(path)
         try:
             yield
         finally:
-            log.end_file()
+            counters.end_file()
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.
@@ -488,7 +480,7 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed.
         """
         self._shared.check_open()
-        self._shared.counters.workers.started_early = True
+        self._shared.counters.started_early = True
         self._shared.group.start()
 
     def close(self) -> None:
@@ -515,11 +507,11 @@ def _open_trace(path: str | os.PathLike[str]) -> EventFile:
     return Trace(path)
 
 
-def _finish(group: PoolGroup, log: EventLog) -> None:
+def _finish(group: PoolGroup, counters: Counters) -> None:
     try:
         group.close()
     finally:
-        log.end_file()
+        counters.end_file()
 
 
 def _make_sampler(

@@ -19,24 +19,28 @@ PACKAGE = Path(minloader.__file__).parent
 
 # Which package may import which: each only those before it, and itself.
 ORDER = [
-    *("_errors", "_checks", "_memory", "_sampling", "_worker", "_insight", "_pools", "_epochs"),
+    *("_errors", "_checks", "_memory", "_sampling", "_worker", "_pools", "_epochs"),
     *("_loader", "_prefetch", "torch", "jax", "_diagnosis", "testing", "doctor"),
 ]
-DIAGNOSIS = "_diagnosis"  # what is before it may import it within a function, when it is called for
+DIAGNOSIS = "_diagnosis"  # what is before it imports it late: when it is called for, or for types
 ADAPTORS = ("jax", "torch")  # what is for a library, and imports it
 
 
 class Import(NamedTuple):
-    """One module of the package imports another."""
+    """One module of the package imports another.
+
+    Attributes:
+        is_late: whether it does so within a function, or for type checkers alone.
+    """
 
     importer: str
     imported: str
-    in_function: bool
+    is_late: bool
 
     @property
     def is_diagnosis_when_called_for(self) -> bool:
         """Whether it is allowed though it goes the other way."""
-        return self.in_function and package_of(self.imported) == DIAGNOSIS
+        return self.is_late and package_of(self.imported) == DIAGNOSIS
 
 
 def package_of(module: str) -> str:
@@ -59,14 +63,15 @@ def imports() -> list[Import]:
     found = []
     paths = modules()
 
-    def visit(node: ast.AST, importer: str, in_function: bool) -> None:
+    def visit(node: ast.AST, importer: str, is_late: bool) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "minloader":
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                found.append(Import(importer, name if name in paths else node.module, in_function))
+                found.append(Import(importer, name if name in paths else node.module, is_late))
         for child in ast.iter_child_nodes(node):
-            within = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            visit(child, importer, within)
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            visit(child, importer, is_late or is_function or is_for_types)
 
     for importer, path in paths.items():
         visit(ast.parse(path.read_text()), importer, False)
@@ -146,7 +151,7 @@ def test_importing_is_cheap():
     code = (
         "import sys, minloader._worker.start\n"
         "heavy = 'numpy', 'torch', 'jax'\n"
-        "ours = '_loader', '_epochs', '_insight', '_diagnosis'\n"
+        "ours = '_loader', '_epochs', '_diagnosis'\n"
         "unwanted = [*heavy, *('minloader.' + name for name in ours)]\n"
         "print([name for name in unwanted if name in sys.modules])"
     )
@@ -162,7 +167,7 @@ def test_a_loader_that_nobody_asks_imports_nothing_that_diagnoses():
     assert printed_by(code) == "[]\n"
 
 
-CORE_TOKENS = 88_500
+CORE_TOKENS = 85_600
 """Most tokens of the modules that a loader loads: what a reader must hold in the head. Lower it
 with each change that makes the core smaller."""
 
@@ -203,7 +208,7 @@ def test_the_core_only_shrinks():
         assert CORE_TOKENS - 1_000 < sum(sizes.values()) <= CORE_TOKENS, sizes
     hanging_on = ("_diagnosis", "_prefetch", "torch", "jax", "testing", "doctor")
     assert [name for name in core if name.split(".")[1:2] in [[each] for each in hanging_on]] == []
-    not_in_workers = ("_loader", "_epochs", "_insight", "_pools", *hanging_on)
+    not_in_workers = ("_loader", "_epochs", "_pools", *hanging_on)
     assert [
         name for name in in_worker if name.split(".")[1:2] in [[x] for x in not_in_workers]
     ] == []

@@ -26,8 +26,8 @@ from interrupts import OURS, at_each_step
 from minloader import BatchSampler, Loader, get_worker_info
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.trace import Trace
+from minloader._epochs.counters import Counters
 from minloader._epochs.course import Course
-from minloader._insight.counters import Counters
 from minloader._memory import forks, slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
@@ -495,19 +495,19 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
         group.epochs = disturbed(group.epochs)
         group.tidy()
         counted = inspect(loader).counters
-        counted.log.events = disturbed(counted.log.events)
-        assert len(loader.stats.events) >= len(counted.log.events) > 1
+        counted.events = disturbed(counted.events)
+        assert len(loader.stats.events) >= len(counted.events) > 1
 
 
 @pytest.mark.parametrize("where", [Counters, Trace])
 def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
     def begin() -> None:
-        counted.log.file = Trace(tmp_path / "trace")
+        counted.file = Trace(tmp_path / "trace")
 
     counted = Counters()
     call = partial(counted.record, "consumer", "wait", 0.0, 1.0, {})
-    assert at_each_step(where, call, counted.log.end_file, begin) > 20
-    counted.log.end_file()
+    assert at_each_step(where, call, counted.end_file, begin) > 20
+    counted.end_file()
 
 
 def test_num_workers_is_set_while_workers_start(monkeypatch):

@@ -28,8 +28,8 @@ from minloader._checks import format_seconds
 from minloader._diagnosis.page import data as page_data
 from minloader._diagnosis.page import fragment, render
 from minloader._diagnosis.page import text as page_text
-from minloader._insight.stats import Stats
-from minloader._insight.timeline import Event, Timeline
+from minloader._diagnosis.stats import Stats, Timeline
+from minloader._epochs.counters import Event
 from tests.helpers import Squares
 
 pytestmark = pytest.mark.usefixtures("quick_starts")

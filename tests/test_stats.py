@@ -22,11 +22,9 @@ import pytest
 from minloader import SKIP, Loader, concurrent
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.page import table
-from minloader._insight.stats import Stats
-from minloader._insight.timeline import Event, Timeline
-from minloader._insight.workers import Jump, WorkerCount
+from minloader._diagnosis.stats import Jump, Stats, Timeline, WorkerMemory
+from minloader._epochs.counters import Event, Look
 from minloader._worker import lifetimes, processor_time
-from minloader._worker.messages import Figures, Reply, Usage
 from tests.conftest import WAYS, eventually, variants
 from tests.helpers import Deadly, Squares, stats_of
 
@@ -835,7 +833,7 @@ class Keeping:
         return index
 
 
-def test_memory_that_grows_is_told_once(caplog):
+def test_memory_that_grows_is_told():
     with Loader(Keeping(1000), [*range(1000)], num_workers=1) as loader:
         for _ in loader:
             if loader.stats.memory.growth:
@@ -843,8 +841,6 @@ def test_memory_that_grows_is_told_once(caplog):
         stats = loader.stats
     assert stats.memory.growth["worker 0"] > 16 << 20
     assert stats.memory.workers["worker 0"] > stats.memory.at_start["worker 0"] + (16 << 20)
-    (line,) = [line for line in caplog.messages if " grew by " in line]
-    assert re.match(r"worker 0 grew by [\d.]+ MB in \d+ batches, 1\.\d+ MB each: the dataset", line)
     assert "worker 0 grows steadily" in str(stats)
     assert stats.as_dict()["memory_growth_worker_0"] == stats.memory.growth["worker 0"]
 
@@ -878,17 +874,16 @@ def test_with_a_memory_limit_each_batch_is_a_task():
         assert run(loader).workers.chunk_size == 1
 
 
-def reply(pid, memory, at_start):
-    figures = Figures(usage=Usage(memory=memory, memory_at_start=at_start))
-    return Reply(worker=0, pid=pid, packed=True, outcomes=[], figures=figures)
+def look(pid, memory, at_start):
+    return Look("worker 0", pid, memory, at_start, epoch=0, batch=0, item="")
 
 
 def growth(sizes, pid=7):
     """What is told of a worker with so many megabytes, observation by observation."""
-    count = WorkerCount()
-    for count.batches, size in enumerate(sizes):
-        count.note_memory(reply(pid, memory=round(size * 1e6), at_start=1))
-    return count.growth
+    worker = WorkerMemory()
+    for size in sizes:
+        worker.note(look(pid, memory=round(size * 1e6), at_start=1))
+    return worker.growth
 
 
 def test_growth_is_told_from_what_goes_up_and_down():
@@ -905,22 +900,21 @@ def test_growth_is_told_from_what_goes_up_and_down():
 
 
 def test_a_worker_that_takes_the_place_of_another_begins_anew():
-    count = WorkerCount()
+    worker = WorkerMemory()
     for pid in (7, 8):
         for n in range(14):
             memory = 10**9 + n * 10**8
-            count.note_memory(reply(pid, memory=memory, at_start=pid))
-    assert (count.memory, count.at_start, count.growth) == (memory, 8, 0)
+            worker.note(look(pid, memory=memory, at_start=pid))
+    assert (worker.memory, worker.at_start, worker.growth) == (memory, 8, 0)
 
 
 def test_a_worker_that_leaves_beside_the_next_one_does_not_grow_again():
-    count = WorkerCount()
-    jumps = []
-    for pid in (7, 8, 7, 8):
-        count.note_memory(reply(pid, memory=10**9 if pid == 7 else 1, at_start=1))
-        jumps.append(count.jump)
-    assert jumps == [10**9 - 1, 0, 0, 0]
-    assert count.memory == 1
+    worker = WorkerMemory()
+    grown = [
+        worker.note(look(pid, memory=10**9 if pid == 7 else 1, at_start=1)) for pid in (7, 8, 7, 8)
+    ]
+    assert grown == [10**9 - 1, 0, 0, 0]
+    assert worker.memory == 1
 
 
 # --- the verdict knows where batches are made

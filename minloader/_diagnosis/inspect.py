@@ -89,7 +89,7 @@ class Inspection:
     @property
     def own_generators(self) -> list[str]:
         """Names of generators of the dataset's own that several batches have drawn from."""
-        return list(self.counters.by_worker.own_generators)
+        return list(self.counters.own_generators)
 
     @property
     def is_torchs(self) -> bool:

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 from minloader._checks import format_bytes, format_seconds
+from minloader._diagnosis.stats import Stats
 from minloader._diagnosis.verdict import share
-from minloader._insight.stats import Stats
 
 Row = tuple[str, str, str]
 """A row of the table: name, value, remark."""

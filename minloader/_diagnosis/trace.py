@@ -9,7 +9,8 @@ import os
 from typing import Any
 
 from minloader._checks import brief_repr
-from minloader._insight.timeline import Event, split_task
+from minloader._diagnosis.stats import split_task
+from minloader._epochs.counters import Event
 
 logger = logging.getLogger("minloader")
 

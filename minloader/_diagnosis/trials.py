@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import NamedTuple
 
 from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
-from minloader._insight.stats import Stats
+from minloader._diagnosis.stats import Stats
 from minloader._loader import Loader
+
+logger = logging.getLogger("minloader")
 
 LEAST = 20
 """Batches from which on a rate is one."""
@@ -125,6 +128,13 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
     if after.batches == before.batches:  # it was used up at the first look: all of it then
         before = Stats()
     stats = after.since(before)
+    for worker, grown in stats.memory.growth.items():
+        logger.warning(
+            "%s grows steadily, by %s so far: the dataset keeps something, or a cache is still "
+            "being filled; worker_memory_limit replaces workers that grow too large",
+            worker,
+            format_bytes(grown),
+        )
     workers = loader.num_workers
     view = inspect(loader)
     window = max(stats.seconds, 1e-9)

@@ -7,7 +7,7 @@ import os
 import sys
 
 from minloader._checks import counted, format_seconds
-from minloader._insight.stats import Stats
+from minloader._diagnosis.stats import Stats
 from minloader._memory.limits import processors
 
 STAGES = {

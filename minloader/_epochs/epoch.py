@@ -25,6 +25,7 @@ from typing import Any
 
 from minloader._checks import counted
 from minloader._epochs import failures
+from minloader._epochs.counters import track_of
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import SamplerFeed, SamplerSource
 from minloader._epochs.interrupts import Interrupts
@@ -35,7 +36,6 @@ from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP, BatchError
-from minloader._insight.timeline import track_of
 from minloader._memory import forks
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell
@@ -303,7 +303,7 @@ class Epoch:
             if delivery.error is not None or delivery.outcome is not SKIP:
                 return self._commit(lane, delivery, holds=holds)
             delivered, ahead = deliver(lane.delivered, lane.ahead, delivery.ordinal)
-            self.shared.counters.errors.skipped += 1
+            self.shared.counters.skipped += 1
             self.left_out += delivery.has_failed
             # Without a call in between.
             lane.delivered = delivered

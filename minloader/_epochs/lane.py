@@ -25,13 +25,13 @@ from typing import Any, Final
 
 from minloader._checks import snapshot
 from minloader._epochs import lost
+from minloader._epochs.failures import too_large
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
 from minloader._epochs.position import LanePosition, take_back
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
-from minloader._insight.workers import too_large
 from minloader._memory.pickling import pack
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell, Ticket
@@ -425,7 +425,7 @@ class Lane:
         least = self._chunk // 2 if made == len(task.items) else 1
         shared.chunk = int(min(most_by_time, most_by_size, MAX_CHUNK))
         self._chunk = min(self._chunk, max(1, least, shared.chunk))
-        counters.workers.chunk_size = self._chunk
+        counters.chunk_size = self._chunk
         self.pool.forgive_failed_starts()
         if figures.overflowed and slots is not None:
             logger.warning(

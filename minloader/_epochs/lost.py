@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from minloader._checks import has_getitems
 from minloader._epochs import failures
+from minloader._epochs.counters import track_of
 from minloader._epochs.failures import BatchLabel
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
 from minloader._epochs.shard_feed import ShardFeed, TaskQueue
 from minloader._epochs.task import Task
 from minloader._errors import BatchError, WorkerDied
-from minloader._insight.timeline import track_of
 from minloader._memory.limits import remedy
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Death, Ticket
@@ -90,7 +90,7 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     )
     _report_death(lane, death, label)
     if retry.tries <= options.retries:
-        counters.errors.retries += 1
+        counters.retries += 1
     elif death.item < 0 and isinstance(lane.feed, ShardFeed):
         lane.feed.end_before(task, lane)
         return [task]
@@ -98,7 +98,7 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
         error = failures.death_error(death, label, retry.tries)
         suspects = _suspect_samples(lane, retry, death, error)
         if suspects is not None:
-            counters.errors.retries += 1
+            counters.retries += 1
             retry.suspects = suspects
             retry.tries = 0  # another sample has tries of its own
         else:
@@ -161,7 +161,7 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
     if len(task.items) > 1 or task.tries < lane.shared.options.retries:
         ordinal = lane.ordinal_in_epoch(task.first)
         logger.warning("%s lost batch %d, which is made again: %s", who, ordinal, error)
-        counters.errors.retries += 1
+        counters.retries += 1
         tries = task.tries + 1
         return [task.part(n, n + 1, tries=tries) for n in range(len(task.items))]
     if pool.is_death(error):

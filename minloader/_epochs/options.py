@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from minloader._epochs.counters import Counters
 from minloader._epochs.failures import OnError
-from minloader._insight.counters import Counters
 from minloader._pools.group import PoolGroup
 from minloader._worker.messages import Job
 

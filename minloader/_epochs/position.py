@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minloader._checks import brief_repr, check_bool, check_int, part_meant
-from minloader._insight.counters import ERRORS_KEPT, plain
-from minloader._insight.stats import Failed
+from minloader._epochs.counters import ERRORS_KEPT, Failed, plain
 from minloader._memory.pickling import pack, unpack
 from minloader._sampling.reader import NO_SOURCE_STATE, Check, SourceState
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.context import BaseContext
 from numbers import Real
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -29,14 +29,13 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from minloader import _checks as checks
 from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
+from minloader._epochs.counters import Counters
 from minloader._epochs.course import Cursor
 from minloader._epochs.epoch import AT_HAND, Commit
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches
 from minloader._epochs.position import check_version
 from minloader._epochs.task import Delivery
-from minloader._insight.stats import Stats
-from minloader._insight.timeline import EventLog
 from minloader._loader import Loader
 from minloader._memory.files import interrupts_held
 from minloader._prefetch import Prefetch
@@ -49,6 +48,9 @@ from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import shuffled
 from minloader.torch.device import can_pin, check_pinning, pin
 from minloader.torch.order import EpochOrder, Items, Order, Start, draw_seed
+
+if TYPE_CHECKING:
+    from minloader._diagnosis.stats import Stats
 
 logger = logging.getLogger("minloader")
 
@@ -123,7 +125,7 @@ class _Loader(Loader[Any]):
     def serve_drop_in(self) -> None:
         """Take the seed of whatever state is loaded, and have no start() advised: it is hidden."""
         self._any_seed = True
-        self._shared.counters.workers.started_early = True
+        self._shared.counters.started_early = True
 
     def refuse(self, state: Any) -> None:
         """Raise what loading a state would."""
@@ -145,23 +147,22 @@ class _Loader(Loader[Any]):
         """
         counters = former._shared.counters
         if former.num_workers != self.num_workers:
-            counters.keep_former(former.stats)
-        log = counters.log
-        new_file = self._shared.counters.log.file
+            counters.former = former.stats.without_events()
+        new_file = self._shared.counters.file
         with interrupts_held():  # or one would end what the other writes to
-            if log.file is not None and log.file.path != trace:
-                log.end_file()
+            if counters.file is not None and counters.file.path != trace:
+                counters.end_file()
             if new_file is not None:
-                log.file = new_file
+                counters.file = new_file
             former._end.detach()
-            former._end = former._finalizer(EventLog())  # without a file
+            former._end = former._finalizer(Counters())  # without a file
             self._end.detach()
-            self._end = self._finalizer(log)
+            self._end = self._finalizer(counters)
             self._shared.counters = counters
 
     def is_tracing(self, path: Any) -> bool:
         """Whether it writes its timeline to a file."""
-        file = self._shared.counters.log.file
+        file = self._shared.counters.file
         return file is not None and file.path == path
 
     def supersede(self) -> None:

@@ -1,25 +1,61 @@
-""":class:`Stats`: what users see of what was counted."""
+""":class:`Stats`: what users see of what was counted, made when somebody asks."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from minloader._insight.timeline import Event, Timeline, split_task
-from minloader._insight.workers import Jump
+from minloader._checks import snapshot
+from minloader._epochs.counters import Counters, Event, Failed, Look
+from minloader._epochs.options import Shared
 
-# The verdict and the page are imported when somebody asks for them: a training that never does
-# need not have them, and they know what is here.
+# The verdict and the page are imported when somebody asks for them, and they know what is here.
 
 LATELY = 300.0
 """Seconds that ``slowest`` and the times of a batch look back, if so many events are kept."""
 
-Failed = tuple[int, int, Any, str]
-"""A batch that failed, or a sample that was left out of its batch since it failed: epoch, number of
-the batch in it, index of the sample (None if it is not known), type and message of the error."""
+LEAK = 16 << 20
+"""Bytes that a worker may grow by in any case, and as a cache of a few samples does."""
+
+JUMP = 50_000_000
+"""Bytes from which on it is told by which batch a worker grew."""
+
+
+@dataclass(slots=True, frozen=True)
+class Timeline:
+    """A copy of the last events.
+
+    Attributes:
+        events: those of tasks not split yet.
+        began: when the first epoch began, by ``time.perf_counter``.
+        taken_at: when this copy was made.
+    """
+
+    events: tuple[Event, ...] = ()
+    began: float = 0.0
+    taken_at: float = 0.0
+
+
+class Jump(NamedTuple):
+    """A worker was seen to have grown by more than 50 MB since its memory was looked at before.
+
+    Attributes:
+        worker: its name, as in ``memory``.
+        bytes: by which it grew.
+        epoch: of the last batch that it had made then.
+        batch: the place of that in its epoch.
+        item: what it was made of, as text: the item of the sampler, or shard and place in it.
+    """
+
+    worker: str
+    bytes: int
+    epoch: int
+    batch: int
+    item: str
 
 
 @dataclass(slots=True)
@@ -123,8 +159,8 @@ class MemoryStats:
         workers: what a worker process has for itself now, by worker; {} where that is not known.
         at_start: the same before its first batch.
         growth: of these, by how much a worker has grown steadily so far; {} if none has.
-        jumps: the last 100 times that a worker was seen to have grown by more than 50 MB at once,
-            as tuples ``(worker, bytes, epoch, batch, item)``: the last batch that it had made then,
+        jumps: the last times that a worker was seen to have grown by more than 50 MB at once, as
+            tuples ``(worker, bytes, epoch, batch, item)``: the last batch that it had made then,
             and what it was made of.
         slots: number of pieces of shared memory now, used and free.
         slot_bytes: bytes that these have now.
@@ -182,11 +218,11 @@ class Stats:
     Attributes:
         batches: number of batches delivered.
         bytes: their size, packed; 0 where batches never leave the process.
-        time: where the time went, see :class:`~minloader._insight.stats.TimeStats`.
-        workers: who makes the batches, see :class:`~minloader._insight.stats.WorkerStats`.
-        memory: what workers and batches take, see :class:`~minloader._insight.stats.MemoryStats`.
+        time: where the time went, see :class:`~minloader._diagnosis.stats.TimeStats`.
+        workers: who makes the batches, see :class:`~minloader._diagnosis.stats.WorkerStats`.
+        memory: what workers and batches take, see :class:`~minloader._diagnosis.stats.MemoryStats`.
         errors: what has failed and what was made again, see
-            :class:`~minloader._insight.stats.ErrorStats`.
+            :class:`~minloader._diagnosis.stats.ErrorStats`.
         timeline: the last events; ``events`` has them as they are shown.
         former: what had been counted when ``num_workers`` was set last; None if it never was.
     """
@@ -290,6 +326,10 @@ class Stats:
             timeline=replace(self.timeline, events=events),
         )
 
+    def without_events(self) -> Stats:
+        """Return what is kept of the stats of another number of workers."""
+        return replace(self, timeline=replace(self.timeline, events=()), former=None)
+
     @property
     def events(self) -> tuple[Event, ...]:
         """The timeline of the last thousand tasks or so."""
@@ -354,3 +394,141 @@ def _grown(part: Any, before: Any) -> Any:
     """Return a copy of a part of the stats, of the time since an earlier copy."""
     grown = {name: getattr(part, name) - getattr(before, name) for name in part.SUMS}
     return replace(part, **grown)
+
+
+def split_task(event: Event) -> Iterator[Event]:
+    """Yield an event as it is shown: a task, then its stages one behind the other.
+
+    For a task of several batches the time of each stage is summed over these.
+    """
+    args = dict(event.args)
+    timings = args.pop("timings", None)
+    yield event._replace(args=args)
+    if timings is None:
+        return
+    transform, collate, transport = timings
+    stages = {
+        "dataset": max(0.0, event.seconds - sum(timings)),
+        "transform": transform,
+        "collate": collate,
+        "transport": transport,
+    }
+    start = event.start
+    for name, seconds in stages.items():
+        if seconds > 0:
+            yield Event(track=event.track, name=name, start=start, seconds=seconds, args={})
+        start += seconds
+
+
+# --- what they are made from
+
+
+def gather(shared: Shared) -> Stats:
+    """Return the stats of a loader as of now, from any thread."""
+    counters = shared.counters
+    group = shared.group
+    slots = [pool.slots for pool in group.pools if pool.slots is not None]
+    used = [each.used for each in slots]
+    times = _same(TimeStats, counters)
+    times.unpacking = max(0.0, times.wait - counters.task_wait)
+    workers = _same(WorkerStats, counters)
+    workers.executor = group.kind
+    workers.count = group.num_workers
+    workers.concurrency = shared.options.concurrency
+    workers.in_flight = group.in_flight
+    workers.seconds = dict(sorted(snapshot(counters.worker_seconds.items())))
+    memory = memory_stats(snapshot(counters.looks))
+    memory.overflowed = counters.overflowed
+    memory.slots = sum(count for count, _ in used)
+    memory.slot_bytes = sum(size for _, size in used)
+    memory.slot_limit = sum(each.budget for each in slots)
+    errors = _same(ErrorStats, counters)
+    errors.last = tuple(snapshot(counters.last_errors))
+    errors.replaced = group.replaced
+    timeline = Timeline(
+        events=tuple(snapshot(counters.events)),
+        began=counters.began,
+        taken_at=time.perf_counter(),
+    )
+    return Stats(
+        batches=counters.batches,
+        bytes=counters.bytes,
+        time=times,
+        workers=workers,
+        memory=memory,
+        errors=errors,
+        timeline=timeline,
+        former=counters.former,
+    )
+
+
+def _same(part: Any, counters: Counters) -> Any:
+    """Return a part of the stats with all that is counted under the names that it has there."""
+    names = (each.name for each in fields(part))
+    return part(**{name: getattr(counters, name) for name in names if hasattr(counters, name)})
+
+
+@dataclass(slots=True)
+class WorkerMemory:
+    """What looks at the memory of one worker say, or of those that took its place one by one.
+
+    Attributes:
+        memory: bytes that it has for itself.
+        at_start: bytes that it had before its first batch.
+        growth: bytes by which it has grown steadily; 0 if it has not.
+    """
+
+    memory: int = 0
+    at_start: int = 0
+    growth: int = 0
+    _pid: int = 0
+    _pid_before: int = 0  # of the process whose place this one took
+    _seen: int = 0  # looks at this process
+    _lows: list[int] = field(default_factory=list)  # the least memory of each span of looks
+
+    def note(self, look: Look) -> int:
+        """Note a look, and return the bytes by which it has grown since the one before.
+
+        The least memory is noted of each span of looks that is twice as long as the one before. It
+        grows steadily if this doubles too, more or less: that of a cache which fills grows less and
+        less, and that of a worker whose batches differ does not.
+        """
+        if look.pid == self._pid_before:  # it leaves: it did what it was given beside the next one
+            return 0
+        if self._pid != look.pid:  # another process took its place
+            self._pid_before = self._pid
+            self._pid = look.pid
+            self._seen = 0
+            self._lows = []
+            self.at_start = look.at_start
+            self.memory = look.at_start or look.memory
+        grown = look.memory - self.memory
+        self.memory = look.memory
+        self._seen += 1
+        if self._seen & (self._seen - 1) == 0:  # a power of two: the next span begins
+            self._lows.append(self.memory)
+        self._lows[-1] = min(self._lows[-1], self.memory)
+        if not self._seen & (self._seen + 1) and len(self._lows) > 3:  # its end
+            first, second, third = self._lows[-3:]
+            early = second - first
+            late = third - second
+            is_steady = late > LEAK and 1.4 * early < late < 4 * early
+            self.growth = third - first if is_steady else 0
+        return grown
+
+
+def memory_stats(looks: Iterable[Look]) -> MemoryStats:
+    """Return what looks at the memory of workers say."""
+    workers: dict[str, WorkerMemory] = {}
+    jumps = []
+    for look in looks:
+        grown = workers.setdefault(look.worker, WorkerMemory()).note(look)
+        if grown > JUMP:
+            jumps.append(Jump(look.worker, grown, look.epoch, look.batch, look.item))
+    known = dict(sorted(workers.items()))
+    return MemoryStats(
+        workers={name: each.memory for name, each in known.items()},
+        at_start={name: each.at_start for name, each in known.items()},
+        growth={name: each.growth for name, each in known.items() if each.growth},
+        jumps=tuple(jumps),
+    )
