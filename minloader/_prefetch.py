@@ -72,7 +72,8 @@ def prefetch(batches: Iterable[A], fn: Callable[[A], B], depth: int = 1) -> Pref
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind.
-        Exception: what ``iter(batches)`` raises.
+        RuntimeError: the loader is closed.
+        Exception: what ``iter(batches)`` raises, of others than a loader.
     """
     return prefetched(batches, fn, depth)
 
@@ -101,9 +102,10 @@ def prefetched(
     if not is_iterable(batches):
         raise TypeError(f"batches must be iterable, got {brief_repr(batches)}")
     source: Any
-    if getattr(type(batches), "__iter__", None) is Loader.__iter__:
-        # Not begun yet: an epoch that Ctrl-C had begin here would be nobody's.
-        source = Batches(batches._course)  # type: ignore[attr-defined]
+    if isinstance(batches, Loader) and type(batches).__iter__ is Loader.__iter__:
+        batches._shared.check_open()
+        # Not begun yet: if Ctrl-C came here, nobody would have the epoch.
+        source = Batches(batches._course)
     else:
         source = iter(batches)
     if isinstance(source, Prefetch):
