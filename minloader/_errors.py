@@ -6,6 +6,8 @@ reaches the caller as it is. The classes here are for the rest.
 
 from __future__ import annotations
 
+# The functions of signal make enums of what they get.
+import _signal  # type: ignore[import-not-found]
 import os
 import traceback
 from concurrent import futures
@@ -133,6 +135,28 @@ def printed(error: BaseException) -> str:
         return "".join(traceback.format_exception(type(error), error, frames or first))
     except Exception:
         return "".join(traceback.format_tb(frames or first)) + summary(error)
+
+
+def breaks_in(error: BaseException) -> bool:
+    """Return whether an error comes from outside of the code that it was met in, as Ctrl-C does.
+
+    What the handler of another signal has raised does, too: most are time limits.
+    """
+    return not isinstance(error, Exception) or bool(file_broken_into(error))
+
+
+def file_broken_into(error: BaseException) -> str:
+    """Return the file whose code was interrupted by a signal, the handler of which has raised an
+    error; "" if none has.
+    """
+    handlers = map(_signal.getsignal, range(1, _signal.NSIG))
+    codes = {getattr(each, "__code__", None) for each in handlers} - {None}
+    file = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in codes:
+            return file
+        file = frame.f_code.co_filename
+    return ""
 
 
 def not_the_end(error: Exception, who: str) -> Exception:

@@ -30,7 +30,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 from minloader._checks import B, brief_repr, check_int, is_iterable, refuse_copies
 from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.iterator import EXECUTING, Batches, SeveralEpochs
-from minloader._errors import not_the_end, without_frames
+from minloader._errors import breaks_in, not_the_end, without_frames
 from minloader._loader import Loader
 from minloader._memory import forks
 
@@ -313,8 +313,8 @@ class Prefetch(Iterator[B], Generic[B]):
                 self._interrupts.let_through(next, self._source)
             except StopIteration:
                 break
-            except Exception:
-                if self._held is before:  # it is none in the place of a batch
+            except Exception as error:
+                if self._held is before or breaks_in(error):  # it is none in a batch's place
                     raise
             self._send_held()  # before the next one is made, which may be in the same memory
         return self._held
@@ -346,6 +346,8 @@ class Prefetch(Iterator[B], Generic[B]):
                 work.batch.append(batch if keep is None else keep(batch))
                 return work
             except Exception as failure:  # of the user's batch: it takes its place
+                if breaks_in(failure):
+                    raise
                 error = failure
         without_frames(error)
         work.finish(error)
@@ -360,6 +362,8 @@ class Prefetch(Iterator[B], Generic[B]):
         try:
             return self._interrupts.let_through(self._receive, value), None
         except Exception as failure:
+            if breaks_in(failure):
+                raise
             return None, failure
 
     # --- the thread
@@ -439,6 +443,8 @@ class Held:
             if not self._taken:
                 self._taken.extend(map(next, repeat(self._iterator, 1)))
         except Exception as failure:
+            if breaks_in(failure):
+                raise
             error = failure
         if not self._taken and error is None:
             self._iterator = None
@@ -460,6 +466,8 @@ class Held:
         try:
             state = copy.deepcopy(self._batches.state_dict())  # it may show what goes on changing
         except Exception as error:
+            if breaks_in(error):
+                raise
             without_frames(error)
             return partial(_fail, error)
         return lambda: copy.deepcopy(state)

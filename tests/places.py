@@ -26,10 +26,14 @@ from minloader import Loader, prefetch
 
 
 class Boom(BaseException):
-    """Breaks in from outside, as what the handler of an alarm raises."""
+    """Breaks in from outside, as what another thread sets."""
 
 
-BREAKING_IN = KeyboardInterrupt, Boom
+class TimeLimit(Exception):
+    """What the handler of an alarm raises."""
+
+
+BREAKING_IN = KeyboardInterrupt, Boom, TimeLimit
 
 
 @functools.cache
@@ -46,10 +50,10 @@ def broken_into(call: Callable[[], object], step: int, raises: type[BaseExceptio
         call: what is called, in this thread.
         step: how many places of the package are passed before.
         raises: KeyboardInterrupt: the signal comes, for whatever handler there is. Another class
-            is raised there.
+            is raised there; TimeLimit by what is the handler of SIGALRM then.
     """
     left = step
-    where = places if raises is KeyboardInterrupt else calls
+    where = calls if raises is Boom else places
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal left
@@ -71,6 +75,7 @@ def broken_into(call: Callable[[], object], step: int, raises: type[BaseExceptio
         frame.f_trace_opcodes = True
         return count
 
+    rings = signal.signal(signal.SIGALRM, count)  # called from here it would be in the traceback
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
     sys.settrace(begin)
@@ -78,6 +83,7 @@ def broken_into(call: Callable[[], object], step: int, raises: type[BaseExceptio
         call()
     finally:
         sys.settrace(former)
+        signal.signal(signal.SIGALRM, rings)
         broke_in, left = left, -1  # 3.15 asks the same function again where a generator goes on
     return broke_in
 
@@ -140,6 +146,8 @@ class Consumer:
             self.given.append(next(self._batches))
         except StopIteration:
             self._batches = None
+        except TimeLimit:
+            raise
         except Exception as error:
             self.given.append(f"{type(error).__name__}: {error}".splitlines()[0])
         return True

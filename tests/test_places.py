@@ -25,7 +25,7 @@ from kinds import (
     Told,
     ToldWithState,
 )
-from places import BEGINNINGS, Boom, Kind, all_tried, once, twice
+from places import BEGINNINGS, Boom, Kind, TimeLimit, all_tried, once, twice
 
 from minloader import BatchSampler, Loader
 
@@ -73,6 +73,7 @@ PRESSED: dict[str, tuple[Callable[..., Any], type[BaseException], int, int]] = {
     "once": (once, KeyboardInterrupt, 601, 23),
     "twice": (twice, KeyboardInterrupt, 607, 31),
     "another": (once, Boom, 907, 41),
+    "an alarm": (once, TimeLimit, 613, 43),
 }
 """How: the places, what comes there, and how far apart they are, and are in the slow tests."""
 

@@ -35,7 +35,7 @@ from minloader._epochs.position import Ordinals, Position, deliver
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.task import Delivery, Task
-from minloader._errors import SKIP, BatchError
+from minloader._errors import SKIP, BatchError, breaks_in
 from minloader._memory import forks
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell
@@ -419,6 +419,8 @@ class Epoch:
                 shared.options.on_error,
             )
         except Exception as error:  # of the user's function: it takes the place of the batch
+            if breaks_in(error):
+                raise
             delivery.error = error
 
     def _count_failure(

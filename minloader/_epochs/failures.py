@@ -14,7 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 from minloader._checks import ADVICE, brief_repr, format_bytes
 from minloader._epochs.counters import ERRORS_KEPT, Counters, Failed, plain
-from minloader._errors import SKIP, BatchError, BatchTimeout, OriginalTraceback, WorkerDied
+from minloader._errors import (
+    SKIP,
+    BatchError,
+    BatchTimeout,
+    OriginalTraceback,
+    WorkerDied,
+    breaks_in,
+)
 from minloader._memory import pickling
 from minloader._pools.ticket import Death
 from minloader._worker.messages import Failure, Reply
@@ -203,7 +210,9 @@ def unpacked(part: Any) -> Any:
         return part
     try:
         return pickling.unpack(part)
-    except Exception:  # its class exists in the worker only: the text must do
+    except Exception as error:  # its class exists in the worker only: the text must do
+        if breaks_in(error):
+            raise
         return None
 
 

@@ -17,7 +17,7 @@ from minloader._checks import brief_repr, counted, differences, is_stateful
 from minloader._epochs import failures
 from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
-from minloader._errors import not_the_end, without_frames
+from minloader._errors import breaks_in, not_the_end, without_frames
 from minloader._memory.pickling import unpack
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
@@ -161,6 +161,8 @@ class SamplerFeed(Reader):
         try:
             self.open()
         except Exception as error:
+            if breaks_in(error):
+                raise
             self.error = error  # first: it may not come again
             self.is_ended = True
             self.fail(error)
@@ -199,6 +201,8 @@ class SamplerFeed(Reader):
             try:
                 item = unpack(item.pack())  # as it was when the sampler gave it
             except Exception as error:
+                if breaks_in(error):
+                    raise
                 logger.debug("an item has no digest, since it cannot be pickled: %r", error)
                 return None
         return digest(item)
@@ -245,6 +249,8 @@ class SamplerFeed(Reader):
         try:
             self.known = self._current_state()
         except Exception as error:
+            if breaks_in(error):
+                raise
             return error
         self._state_due = now + STATE_COST * (time.perf_counter() - now)
         return None
@@ -302,6 +308,8 @@ class SamplerFeed(Reader):
                 if time.perf_counter() > until:
                     return
         except Exception as error:
+            if breaks_in(error):
+                raise
             self.error = error  # first: it may not come again
             self.fail(error)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._checks import snapshot
+from minloader._errors import breaks_in
 from minloader._memory.pickling import pack
 from minloader._memory.slots import Slots
 from minloader._pools.ticket import Bell, Ticket
@@ -154,6 +155,8 @@ def _deeply(item: Any) -> Any:
     try:
         return copy.deepcopy(item)
     except Exception as error:
+        if breaks_in(error):
+            raise
         logger.debug("an item cannot be copied: %r", error)
         return item
 
@@ -194,8 +197,9 @@ class HeldItem:
         self._packed: bytes | None = None
         try:
             self._packed = pack(self.item, down=True)
-        except Exception:  # raised again where it can be reported, below
-            return
+        except Exception as error:  # raised again where it can be reported, below
+            if breaks_in(error):
+                raise
 
     def pack(self) -> bytes:
         return pack(self.item, down=True) if self._packed is None else self._packed
@@ -238,6 +242,8 @@ class InlinePool(Pool):
         try:
             reply = in_turn(self._run, self.pack(ticket.task))
         except Exception as error:
+            if breaks_in(error):
+                raise
             ticket.step = "sending"
             ticket.fail(error)
         else:

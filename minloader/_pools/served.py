@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from minloader._errors import breaks_in
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import GRACE, RemotePool
 from minloader._pools.cpython import is_ours
@@ -70,6 +71,8 @@ class ServedPool(RemotePool):
         try:
             self._begin()
         except Exception as error:  # no threads
+            if breaks_in(error):
+                raise
             ticket.step = "sending"
             ticket.fail(error)
             return ticket

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._checks import snapshot
+from minloader._errors import breaks_in
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell, Ticket
@@ -64,6 +65,8 @@ class ThreadPool(Pool):
                 self.unfinished.add(ticket)
                 self._tasks.put(ticket)
         except Exception as error:  # no threads
+            if breaks_in(error):
+                raise
             ticket.step = "sending"
             ticket.fail(error)
         return ticket

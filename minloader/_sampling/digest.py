@@ -11,6 +11,8 @@ import json
 import logging
 from typing import Any
 
+from minloader._errors import breaks_in
+
 logger = logging.getLogger("minloader")
 
 SMALL = 1 << 16
@@ -30,6 +32,8 @@ def digest(item: Any) -> str | None:
     try:
         text = json.dumps(item, cls=_Encoder)
     except Exception as error:  # of the user's own objects, which are not compared
+        if breaks_in(error):
+            raise
         logger.debug("an item of type %s has no digest: %r", type(item).__name__, error)
         return None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -23,7 +23,7 @@ from types import GeneratorType
 from typing import Any, ClassVar, Final, NamedTuple
 
 from minloader._checks import brief_repr, has_epochs, is_read_once, is_stateful, state_of
-from minloader._errors import not_the_end, without_frames
+from minloader._errors import breaks_in, not_the_end, without_frames
 
 logger = logging.getLogger("minloader")
 
@@ -237,7 +237,7 @@ class Source:
         try:
             return self.state(iterator, pass_number)
         except Exception as error:  # many have none before their first item, or behind their last
-            if self.is_ours:
+            if self.is_ours or breaks_in(error):
                 raise
             logger.debug("%s has no state between epochs: %r", brief_repr(self.items), error)
             return None
@@ -361,6 +361,8 @@ class Reader:
                 self._draw(self._most_to_pass())
                 failed = 0
             except Exception as error:
+                if self._ends_program(error):
+                    raise
                 failed += 1
                 if self.is_ended and failure is not None:
                     raise error from failure
@@ -427,7 +429,7 @@ class Reader:
 
     def _ends_program(self, error: BaseException) -> bool:
         """Whether an error is none of the source's, as Ctrl-C."""
-        return not isinstance(error, Exception)
+        return breaks_in(error)
 
     # --- to read
 

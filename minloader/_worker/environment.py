@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from minloader._errors import PACKAGE, file_broken_into
 from minloader._memory import forks
 from minloader._memory.files import SlotAddress
 from minloader._memory.limits import private_memory
@@ -117,7 +118,10 @@ class InlineEnvironment(Environment):
         seed_globals(key)
 
     def ends_program(self, error: BaseException) -> bool:
-        return not isinstance(error, Exception | SystemExit)
+        if not isinstance(error, Exception):
+            return not isinstance(error, SystemExit)
+        # What breaks into the user's code takes the place of the batch.
+        return file_broken_into(error).startswith(PACKAGE)
 
 
 class PackingEnvironment(Environment):
