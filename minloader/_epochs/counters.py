@@ -217,13 +217,12 @@ class Counters:
         self.sampler += seconds
         self.record("sampler", "draw", begin, seconds, {"count": count})
 
-    def made(self, reply: Reply, args: dict[str, Any], item: Any) -> None:
+    def made(self, reply: Reply, args: dict[str, Any]) -> None:
         """Count the batches that a worker made.
 
         Args:
             reply: what it sent.
             args: "batch", the number of the first; "count", how many there are; and "epoch".
-            item: what the last of them was made of.
         """
         now = time.perf_counter()
         worker = track_of(reply.worker, reply.pid)
@@ -242,17 +241,6 @@ class Counters:
             self.computing += computing
             self.queued += queued
             self.asleep += asleep
-        if usage.memory:
-            look = Look(
-                worker=worker,
-                pid=reply.pid,
-                memory=usage.memory,
-                at_start=usage.memory_at_start,
-                epoch=args["epoch"],
-                batch=args["batch"] + args["count"] - 1,
-                item=brief_repr(item),
-            )
-            self.looks.append(look)
         self.bytes += figures.size
         self.overflowed += figures.overflowed
         if reply.shard is not None:
@@ -268,6 +256,26 @@ class Counters:
         if not self.began <= start <= now - seconds:
             start = now - seconds
         self.record(worker, "task", start, seconds, args | {"timings": parts})
+
+    def note_memory(self, reply: Reply, epoch: int, batch: int, item: Any) -> None:
+        """Note the memory that a worker had when it had made a batch.
+
+        Args:
+            reply: what it sent.
+            epoch: of the batch.
+            batch: its number in that.
+            item: what it was made of.
+        """
+        look = Look(
+            worker=track_of(reply.worker, reply.pid),
+            pid=reply.pid,
+            memory=reply.figures.usage.memory,
+            at_start=reply.figures.usage.memory_at_start,
+            epoch=epoch,
+            batch=batch,
+            item=brief_repr(item),
+        )
+        self.looks.append(look)
 
     def fail(self, epoch: int, batch: int, sample: Any, error: str) -> None:
         """Count an error; see :data:`Failed`."""

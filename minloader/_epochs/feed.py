@@ -18,7 +18,6 @@ from minloader._epochs import failures
 from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
 from minloader._errors import breaks_in, not_the_end, without_frames
-from minloader._memory.pickling import unpack
 from minloader._pools.base import HeldItem
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
@@ -198,13 +197,7 @@ class SamplerFeed(Reader):
             known: str | None = self.iterator.digest_at(ordinal)
             return known
         if isinstance(item, HeldItem):
-            try:
-                item = unpack(item.pack())  # as it was when the sampler gave it
-            except Exception as error:
-                if breaks_in(error):
-                    raise
-                logger.debug("an item has no digest, since it cannot be pickled: %r", error)
-                return None
+            item = item.item
         return digest(item)
 
     def _misfit(self, ordinal: int, *item: Any) -> ValueError:

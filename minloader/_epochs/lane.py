@@ -435,10 +435,14 @@ class Lane:
             )
         ordinal = self.ordinal_in_epoch(task.first)
         labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
-        counters.made(reply, labels, task.item(made - 1))
+        counters.made(reply, labels)
+        memory = figures.usage.memory
+        if not memory:
+            return
+        last = self.ordinal_in_epoch(task.first + made - 1)
+        counters.note_memory(reply, self.feed.epoch, last, task.item(made - 1))
         limit = shared.job.options.memory_limit
-        if limit is not None and figures.usage.memory > limit:
-            last = self.ordinal_in_epoch(task.first + made - 1)
+        if limit is not None and memory > limit:
             where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))
 

@@ -11,13 +11,13 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._checks import snapshot
 from minloader._errors import breaks_in
-from minloader._memory.pickling import pack
+from minloader._memory.pickling import pack, unpack
 from minloader._memory.slots import Slots
 from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.environment import InlineEnvironment
@@ -144,12 +144,17 @@ UNCHANGEABLE = frozenset({int, float, str, bool, type(None)})
 """Types of items that need not be pickled by themselves: nobody can change them."""
 
 
-def _as_is(item: Any) -> Any:
-    return item
+def _copied(item: Any) -> Any:
+    """Return a copy of an item, which a sampler may fill again, and a dataset may change.
 
-
-def _deeply(item: Any) -> Any:
-    """Return a copy of any item, or the item if it cannot be copied, or is a function."""
+    What cannot be copied, and a function, is returned as it is.
+    """
+    kind = type(item)
+    if kind in UNCHANGEABLE:
+        return item
+    if kind is list or kind is tuple:  # deepcopy takes ten times as long
+        plain = UNCHANGEABLE.issuperset(map(type, item))
+        return kind(item) if plain else kind([_copied(each) for each in item])
     if callable(item):  # the copy of a method would be of a copied object
         return item
     try:
@@ -161,48 +166,38 @@ def _deeply(item: Any) -> Any:
         return item
 
 
-def _copied(item: Any, other: Callable[[Any], Any] = _deeply) -> Any:
-    """Return a copy of an item, which a sampler may fill again, and a dataset may change.
+class HeldItem:
+    """An item as the sampler gave it, which may fill it again: its pickle.
 
     Args:
-        item: an item, or a part of one.
-        other: copies what is none of the usual containers.
-    """
-    kind = type(item)
-    if kind in UNCHANGEABLE:
-        return item
-    if kind is list:
-        plain = UNCHANGEABLE.issuperset(map(type, item))
-        return item[:] if plain else [_copied(each, other) for each in item]
-    if kind is tuple:
-        plain = UNCHANGEABLE.issuperset(map(type, item))
-        return item if plain else tuple([_copied(each, other) for each in item])
-    if kind is dict:
-        return {key: _copied(value, other) for key, value in item.items()}
-    if kind is bytearray or kind is set or (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
-        return item.copy()
-    return other(item)
-
-
-class HeldItem:
-    """An item, and its pickle from when the sampler gave it.
-
-    Attributes:
-        item: a copy of it; of an object that is none of the usual containers, itself, which the
-            sampler may fill again.
+        item: one that cannot be pickled is kept itself: what is wrong is raised by :meth:`pack`.
     """
 
     def __init__(self, item: Any) -> None:
-        self.item = _copied(item, _as_is)
-        self._packed: bytes | None = None
+        self._kept = item
+        self._packed = b""
         try:
-            self._packed = pack(self.item, down=True)
-        except Exception as error:  # raised again where it can be reported, below
+            self._packed = pack(item, down=True)
+            self._kept = None
+        except Exception as error:
             if breaks_in(error):
                 raise
 
+    @property
+    def item(self) -> Any:
+        """A copy of it, for messages; of one that cannot be unpickled here, a text."""
+        if not self._packed:
+            return self._kept
+        try:
+            return unpack(self._packed)
+        except Exception as error:
+            if breaks_in(error):
+                raise
+            return f"(what cannot be unpickled: {error!r})"
+
     def pack(self) -> bytes:
-        return pack(self.item, down=True) if self._packed is None else self._packed
+        """Return its pickle."""
+        return self._packed or pack(self._kept, down=True)
 
 
 class RemotePool(Pool):
