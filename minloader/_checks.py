@@ -44,14 +44,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
-def format_seconds(seconds: float) -> str:
-    """Return a span of time in three digits: "20.3 ms"."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= 0.9995 * scale:
-            return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 def format_bytes(count: float) -> str:
     """Return an amount of memory in three digits: "24.3 MB"."""
     for unit in ("bytes", "kB", "MB"):
@@ -733,15 +725,3 @@ def reader_of(dataset: Any) -> Callable[[Any], Any]:
         return lambda item: check_samples(dataset.__getitems__([item]), [item])[0]
     read: Callable[[Any], Any] = dataset
     return read
-
-
-def refuse_none(samples: Sequence[Any], path: str) -> None:
-    """Refuse samples, or the same part of each, of which some are None."""
-    found = [n for n, sample in enumerate(samples) if sample is None]
-    if found:
-        more = f", and in {len(found) - 1} more of them" if len(found) > 1 else ""
-        raise TypeError(
-            f"collate: {path} is None in sample {found[0]} of the {len(samples)} of a batch{more}; "
-            "have the dataset and transform return something for every index, or minloader.SKIP "
-            "for a sample to leave out"
-        )

@@ -40,8 +40,9 @@ from minloader import (
     pack_collate,
     pad_collate,
 )
-from minloader._checks import format_bytes, format_seconds
+from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.verdict import format_seconds
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

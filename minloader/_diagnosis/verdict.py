@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-from minloader._checks import counted, format_seconds
+from minloader._checks import counted
 from minloader._diagnosis.stats import Stats
 from minloader._memory.limits import processors
 
@@ -193,3 +193,11 @@ def has_gil() -> bool:
 def share(part: float, whole: float = 1.0) -> str:
     """Return a part of a whole in percent: "71 %"."""
     return f"{100 * part / whole if whole else 0.0:.0f} %"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a span of time in three digits: "20.3 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -133,11 +133,6 @@ class Position:
         (lane,) = self.lanes
         return replace(self, lanes=[lane.skipped(n, self.length)])
 
-    def without_check(self) -> Position:
-        """Return the same position, from which the sampler may give other items than it gave."""
-        lanes = [replace(lane, check=None) for lane in self.lanes]
-        return replace(self, lanes=lanes, length=None)
-
 
 # --- as a state
 

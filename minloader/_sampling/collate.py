@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import brief_repr, check_int, is_array_like, refuse_none
+from minloader._checks import brief_repr, check_int, is_array_like
 from minloader._memory.slot_writer import empty
 from minloader._sampling.walk import DEEPER, plain_container, walk
 
@@ -502,3 +502,15 @@ def _no_integers_hold(path: str) -> ValueError:
         f"{path} has integers below 0 and of type uint64, perhaps above {2**63 - 1}, which no "
         "type of integers holds together; convert them to one type in transform"
     )
+
+
+def refuse_none(samples: Sequence[Any], path: str) -> None:
+    """Refuse samples, or the same part of each, of which some are None."""
+    found = [n for n, sample in enumerate(samples) if sample is None]
+    if found:
+        more = f", and in {len(found) - 1} more of them" if len(found) > 1 else ""
+        raise TypeError(
+            f"collate: {path} is None in sample {found[0]} of the {len(samples)} of a batch{more}; "
+            "have the dataset and transform return something for every index, or minloader.SKIP "
+            "for a sample to leave out"
+        )

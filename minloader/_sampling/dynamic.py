@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minloader._checks import as_float, check_callable, check_int
-from minloader._sampling.source import LookUp
+from minloader._sampling.lengths import LookUp
 from minloader._sampling.windows import Plan, WindowSampler
 
 SPREAD = 0.05

@@ -24,14 +24,13 @@ from minloader._checks import (
 )
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
+from minloader._sampling.lengths import LookUp, look_up
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import (
     ItemReader,
     ItemSource,
-    LookUp,
     ReadPosition,
     as_count,
-    look_up,
     to_json,
 )
 

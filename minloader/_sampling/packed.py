@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from minloader._checks import check_int
 from minloader._sampling.collate import pack_collate
-from minloader._sampling.source import LookUp
+from minloader._sampling.lengths import LookUp
 from minloader._sampling.windows import MOST, Plan, WindowSampler
 
 UNITS = 16_384

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from minloader._checks import (
     brief_repr,
@@ -59,35 +58,6 @@ def from_json(item: Any) -> Any:
     if "Piece" in item:
         return Piece._make(map(from_json, item["Piece"]))
     return item.get("item", item)
-
-
-class LookUp(Protocol):
-    """A sequence, a mapping, or what else returns something for an item."""
-
-    def __getitem__(self, item: Any, /) -> Any: ...
-
-
-def look_up(lengths: LookUp | Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that gives the length of an item, or the error of looking it up.
-
-    Raises:
-        TypeError: nothing can be looked up there.
-    """
-    length_of: Any = getattr(lengths, "__getitem__", lengths)
-    if not callable(length_of):
-        raise TypeError(
-            f"lengths must have __getitem__ or be a function of an item, got {brief_repr(lengths)}"
-        )
-
-    return partial(_length_or_error, length_of)  # which can be pickled, as a sampler may be
-
-
-def _length_or_error(length_of: Callable[[Any], Any], item: Any) -> Any:
-    try:
-        return length_of(item)
-    except Exception as error:
-        error.add_note(f"minloader: when the length of {brief_repr(item)} was looked up")
-        return error
 
 
 def as_count(name: str, items: Any) -> Any:

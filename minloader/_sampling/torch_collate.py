@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from minloader._checks import refuse_none
 from minloader._memory.pickling import is_plain
 from minloader._memory.slot_writer import empty
 from minloader._memory.tensors import as_tensor, is_plain_tensor, numpy_like
-from minloader._sampling.collate import refuse_loss, what_numpy_drops
+from minloader._sampling.collate import refuse_loss, refuse_none, what_numpy_drops
 from minloader._sampling.walk import DEEPER, same_container, walk
 
 

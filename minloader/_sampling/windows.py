@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 from minloader._checks import as_float, brief_repr, check_choice, check_iterable, is_array_like
 from minloader._errors import without_frames
 from minloader._sampling.base import Run, RunState, Sampler
+from minloader._sampling.lengths import look_up
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import ItemSource, look_up, to_json
+from minloader._sampling.source import ItemSource, to_json
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Some steps: the numbers of their entries; where each batch begins in these; and where it ends.
