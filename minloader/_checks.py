@@ -563,25 +563,6 @@ def check_process_alone(name: str, value: Any, executor: Any) -> None:
         )
 
 
-def check_seed_generators(value: Any, executor: Any, dataset: Any) -> bool:
-    """Return whether generators are seeded; refuse to where several batches draw from one."""
-    if not check_bool("seed_generators", value):
-        return False
-    from concurrent.futures import ThreadPoolExecutor  # workers import this module
-
-    shared = ""
-    if executor == "thread" or isinstance(executor, ThreadPoolExecutor):
-        shared = "threads share the generators of one dataset"
-    elif reads_at_once(dataset):
-        shared = "reads of concurrent() share the generators of their dataset"
-    if shared:
-        raise ValueError(
-            f"seed_generators=True cannot be here, since {shared}; draw from "
-            "get_worker_info().rng, and drop seed_generators, or use processes without concurrent()"
-        )
-    return True
-
-
 def check_shared_memory(shared_memory: Any) -> int | None:
     """Return the most bytes of shared memory; None for a share of what is free."""
     if isinstance(shared_memory, bool):

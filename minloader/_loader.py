@@ -200,11 +200,15 @@ class Loader(Generic[B]):
                 on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
                 rank=rank_of_stream(dataset) if is_stream else dealer_of(self.sampler).rank,
-                seed_generators=checks.check_seed_generators(seed_generators, executor, dataset),
+                seed_generators=checks.check_bool("seed_generators", seed_generators),
                 without_processes=self._without_processes,
             ),
         )
         checks.check_executor(executor, streams=is_stream)
+        if job.options.seed_generators:
+            from minloader._worker.own_generators import check_can_be_seeded  # of few
+
+            check_can_be_seeded(job, executor)
         factory = PoolFactory(
             job=job,
             executor=executor,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -14,12 +12,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from conftest import lists, printed_by, require, variants
+from conftest import lists, printed_by, python, require, variants
 from interrupts import each_place
 
 from minloader import Loader, concurrent, get_worker_info
 from minloader._worker import logs
-from minloader._worker.generators import LIMIT, WIDTH, find
+from minloader._worker.own_generators import LIMIT, WIDTH, find
 from minloader.testing import IrreproducibleError, check_reproducible
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -240,7 +238,7 @@ def seed_worker(worker_id: int) -> None:
     info.dataset.held = np.random.default_rng(info.seed)
 
 
-def test_one_that_worker_init_fn_has_made_is_seeded():
+def test_one_that_worker_init_fn_has_made_is_seeded(caplog):
     torch = require("torch")
 
     class Empty(Holder, torch.utils.data.Dataset[float]):
@@ -253,6 +251,7 @@ def test_one_that_worker_init_fn_has_made_is_seeded():
             drawn.append(lists(loader))
     assert drawn[0] == drawn[1]
     assert len({tuple(batch) for batch in drawn[0]}) == 12
+    assert caplog.messages == []
 
 
 def test_they_draw_other_numbers_than_each_other_and_than_other_ranks_epochs_and_seeds():
@@ -373,6 +372,14 @@ def test_they_are_put_back_when_a_batch_fails(failure):
         assert state_of(dataset.held) == state_of(rng())
 
 
+def test_the_global_ones_are_put_back_beside_them():
+    dataset = Holder([rng(), random], lambda self: draw_all(self.held))
+    before = random.getstate()
+    with Loader(dataset, range(3), num_workers=0, seed_generators=True) as loader:
+        assert len(list(loader)) == 3
+    assert random.getstate() == before
+
+
 @variants("stride", [11, 1])
 def test_an_interrupt_anywhere_puts_them_back(stride):
     dataset = Holder([rng(), random.Random(5)], lambda self: draw_all(self.held))
@@ -411,34 +418,56 @@ def test_a_batch_that_reads_a_loader_of_the_same_dataset_gets_its_generator_back
 
 
 def told(caplog: Any) -> list[str]:
-    return [line for line in caplog.messages if "drawn from in several batches" in line]
+    return [line for line in caplog.messages if "to the workers: a generator of" in line]
 
 
-@variants("num_workers", [0, 1])
+BY_NAME = ("class", "default", "global", "global's")
+"""Places in a module that each worker imports: no generator there is sent."""
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_one_that_is_drawn_from_in_several_batches_is_told_by_its_name(place, num_workers, caplog):
+def test_one_that_is_sent_is_told_by_its_name(place, caplog):
     make, name = PLACES[place]
-    with loader_of(make(), num_workers=num_workers) as loader:
+    with loader_of(make(), num_workers=1) as loader:
         assert list(loader.epochs(2))
-    (line,) = told(caplog)
-    assert line.startswith(f"{name} is drawn from in several batches")
-    assert "seed_generators=True" in line
+    lines = told(caplog)
+    assert len(lines) == (place not in BY_NAME)
+    for line in lines:
+        assert f"{name} (a Generator of numpy)" in line
+        assert "seed_generators=True" in line
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_each_kind_is_told(kind, caplog):
-    with Loader(Holder([MAKERS[kind](), MAKERS[kind]()], first), num_workers=0) as loader:
-        list(loader)
+    with Loader(Holder([MAKERS[kind](), MAKERS[kind]()], first), num_workers=1) as loader:
+        next(iter(loader))
     (line,) = told(caplog)
-    assert line.startswith("dataset.held[0] is drawn from")
+    name = type(MAKERS[kind]()).__name__
+    library = kind.partition(",")[0]
+    assert line.startswith(
+        f"dataset.held[0] (a {name} of {library}) and dataset.held[1] (a {name} of {library}) are"
+    )
 
 
-def test_it_is_told_once_for_all_workers_and_epochs(caplog):
-    dataset = Holder([rng() for _ in range(7)], lambda self: draw_all(self.held))
-    with Loader(dataset, num_workers=2) as loader:
-        list(loader.epochs(3))
-    assert len(told(caplog)) == 1
-    assert "dataset.held[4] and 2 more are drawn" in caplog.text
+class Subclass(random.Random):
+    pass
+
+
+def test_one_of_a_class_that_derives_from_theirs_is_told(caplog):
+    with Loader(Holder(Subclass(5)), num_workers=1) as loader:
+        next(iter(loader))
+    assert told(caplog)[0].startswith(f"dataset.held (a Subclass of {__name__}) is sent")
+
+
+def test_it_is_told_once_for_all_loaders_workers_and_epochs(caplog):
+    for count in (7, 2):
+        dataset = Holder([rng() for _ in range(count)], lambda self: draw_all(self.held))
+        with Loader(dataset, num_workers=2) as loader:
+            list(loader.epochs(2))
+            loader.num_workers = 1
+            list(loader)
+    (line,) = told(caplog)
+    assert "dataset.held[4] (a Generator of numpy) and 2 more are sent" in line
 
 
 def draw_all(generators: list[Any]) -> Any:
@@ -447,30 +476,27 @@ def draw_all(generators: list[Any]) -> Any:
     return generators[0]
 
 
-def test_threads_and_executors_are_told(caplog):
-    with Loader(Holder([rng()], first), executor="thread", num_workers=2) as loader:
-        list(loader)
+def test_executors_are_told(caplog):
     with ProcessPoolExecutor(1, get_context("forkserver")) as executor:
         with Loader(Holder(rng()), executor=executor) as loader:
             list(loader)
         with Loader(Holder(rng()), executor=executor, seed_generators=True) as loader:
             seeded = list(loader)
-    assert len(told(caplog)) == 2
+    assert len(told(caplog)) == 1
     with Loader(Holder(rng()), num_workers=0, seed_generators=True) as loader:
         assert list(loader) == seeded
 
 
-@variants("num_workers", [0, 1])
-def test_that_of_torchs_loader_is_told_by_the_name_that_the_user_knows(num_workers, caplog):
+def test_that_of_torchs_loader_is_told_by_the_name_that_the_user_knows(caplog):
     torch = require("torch")
 
     class Numbers(torch.utils.data.IterableDataset):  # type: ignore[misc]
         def __iter__(self) -> Iterator[int]:
             return iter(range(12))
 
-    draws = Holder(rng())
+    draws = Holder(torch_generator())
     for options, name in [
-        ({"dataset": Holder(rng())}, "dataset.held"),
+        ({"dataset": Holder(torch_generator())}, "dataset.held"),
         ({"dataset": range(24), "transform": draws}, "transform.held"),
         ({"dataset": range(24), "collate_fn": draws}, "collate_fn.held"),
         ({"dataset": range(9), "batch_size": None, "transform": abs, "collate_fn": draws},
@@ -479,112 +505,93 @@ def test_that_of_torchs_loader_is_told_by_the_name_that_the_user_knows(num_worke
     ]:  # fmt: skip
         caplog.clear()
         logs.said.clear()
-        with of_torch(**options, num_workers=num_workers) as loader:
-            list(loader)
+        options |= {"num_workers": 1, "multiprocessing_context": "forkserver"}
+        with of_torch(**options) as loader:
+            assert [*loader, *loader]
         (line,) = told(caplog)
-        assert line.startswith(f"{name} is drawn from")
+        assert line.startswith(f"{name} (a Generator of torch) is sent")
 
 
-def seed_in_place(info: Any) -> None:
-    info.dataset.held.seed(info.id)
+def test_one_that_a_function_of_the_main_module_draws_from_is_told():
+    """It is sent with the function. What is too far to be found has no name."""
+    program = """
+        import numpy as np
+        from minloader import Loader
+
+        RNG = np.random.default_rng(0)
 
 
-def replace_by_seeded(info: Any) -> None:
-    info.dataset.held = np.random.default_rng(info.id)
+        def augment(index):
+            return index + RNG.random()
 
 
-def draw_from_it(info: Any) -> None:
-    info.dataset.order = [draw(info.dataset.held) for _ in range(3)]
+        class Numbers:
+            def __len__(self):
+                return 4
+
+            def __getitem__(self, index):
+                return augment(index)
 
 
-def leave_it(info: Any) -> None:
-    info.dataset.mark = np.random.rand()
+        for dataset in (augment, Numbers()):
+            with Loader(dataset, range(4), num_workers=1) as loader:
+                assert len(list(loader)) == 4
+            from minloader._worker.logs import said
+            said.clear()
+        """
+    lines = python(program).stderr.splitlines()
+    assert [line.partition(" is sent")[0] for line in lines] == [
+        "__main__.RNG (a Generator of numpy)",
+        "a Generator of numpy",
+    ]
 
 
-SEEDING = {
-    "in place": (seed_in_place, True),
-    "replaced": (replace_by_seeded, True),
-    "drawn from": (draw_from_it, True),
-    "not": (leave_it, False),
+def draw_from_it(info: Any, generator: Any) -> None:
+    draw(generator)
+
+
+class DrawnInOrder:
+    """A sampler, which stays here."""
+
+    def __init__(self) -> None:
+        self.rng = rng()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(6).tolist())
+
+
+QUIET: dict[str, Callable[[], dict[str, Any]]] = {
+    "without workers": lambda: {"dataset": Holder(rng()), "num_workers": 0},
+    "threads": lambda: {"dataset": Holder(rng()), "executor": "thread"},
+    "by fork": lambda: {"dataset": Holder(rng()), "mp_context": "fork"},
+    "seeded": lambda: {"dataset": Holder(rng()), "seed_generators": True},
+    "that of the batch": lambda: {"dataset": Holder(None, lambda self: get_worker_info().rng)},
+    "the global ones": lambda: {
+        "dataset": Holder(
+            [random.gauss, np.random.standard_normal], lambda self: self.held[1].__self__
+        )
+    },
+    "a stream's own": lambda: {"dataset": Stream()},
+    "too deep in a stream": lambda: {"dataset": DeepStream([[0] * WIDTH, rng()])},
+    "a sampler's": lambda: {"dataset": range(6), "sampler": DrawnInOrder()},
+    "of worker_init_fn": lambda: {
+        "dataset": range(6),
+        "worker_init_fn": functools.partial(draw_from_it, generator=rng()),
+    },
 }
 
 
-@pytest.mark.parametrize("kind", SEEDING)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mp_context": "fork", "num_workers": 2},
-        {"mp_context": "spawn"},
-        {"mp_context": "forkserver"},
-        {"executor": "thread"},
-        {"num_workers": 0},
-    ],
-    ids=lambda options: " ".join(map(str, options.values())),
-)
-def test_one_that_worker_init_fn_has_seeded_is_told_at_once(kind, options, caplog):
-    """Whoever makes a batch has seeded it otherwise; it need not be drawn from in several."""
-    function, is_told = SEEDING[kind]
-    for _ in range(2):
-        dataset = Holder(random.Random(5) if kind == "in place" else rng())
-        with Loader(dataset, range(1), worker_init_fn=function, **options) as loader:
-            assert len(list(loader)) == 1
-    said = [line for line in caplog.messages if "by worker_init_fn" in line]
-    assert len(said) == is_told
-    for line in said:
-        assert line.startswith("dataset.held is seeded by worker_init_fn: a generator of the")
-        assert "seed_generators=True" in line
+class DeepStream(Stream):
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = [*range(WIDTH), held]
 
 
-def test_one_that_worker_init_fn_has_seeded_is_told_once_and_not_of_a_stream(caplog):
-    with Loader(Stream(), num_workers=1, worker_init_fn=reseed_stream) as loader:
-        assert list(loader.epochs(2))
-    assert "dataset.rng" not in caplog.text
-    with Loader(Holder(rng()), num_workers=1, worker_init_fn=replace_by_seeded) as loader:
-        assert list(loader.epochs(2))
-    assert caplog.text.count("dataset.held is") == 1
-
-
-def reseed_stream(info: Any) -> None:
-    info.dataset.rng = np.random.default_rng(info.id)
-
-
-QUIET: dict[str, Callable[[], Any]] = {
-    "not drawn from": lambda: Holder([rng(), 1], lambda self: random),
-    "drawn from once": lambda: Once(rng()),
-    "that of the batch": lambda: Holder(None, lambda self: get_worker_info().rng),
-    "the global ones": lambda: Holder(
-        [random.gauss, np.random.standard_normal], lambda self: self.held[1].__self__
-    ),
-    "without a state": lambda: Holder(None, lambda self: random.SystemRandom()),
-    "a stream's own": Stream,
-    "that of the names of semaphores": lambda: Locks(range(24)),
-}
-
-
-class Locks(Holder):
-    """Makes a lock for each sample, whose name is drawn."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.lock = multiprocessing.get_context("spawn").Lock()
-        return index
-
-
-class Once(Holder):
-    """Draws an order when it is first asked for a sample."""
-
-    order: Any = None
-
-    def __getitem__(self, index: int) -> Any:
-        if self.order is None:
-            self.order = self.held.permutation(24)
-        return self.order[index]
-
-
-@variants("num_workers", [0, 1])
 @pytest.mark.parametrize("case", QUIET)
-def test_nothing_is_told_of_what_does_no_harm(case, num_workers, caplog):
-    with Loader(QUIET[case](), num_workers=num_workers) as loader:
-        list(loader)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_nothing_is_told_of_what_does_no_harm(case, caplog):
+    with Loader(**{"num_workers": 1} | QUIET[case]()) as loader:
+        assert list(loader)
     assert caplog.messages == []
 
 
@@ -602,24 +609,144 @@ def test_nothing_is_imported_to_look_for_them():
     assert printed_by(program) == "[] [] []\n"
 
 
-def test_the_audit_names_them():
-    def make(dataset: Any = None, **options: Any) -> Any:
-        made = dataset or Holder(rng())
-        return lambda: Loader(copy.deepcopy(made), num_workers=1, **options)
+@pytest.mark.parametrize(
+    ("options", "here"),
+    [
+        ({"num_workers": 0}, False),
+        ({"num_workers": 1}, False),
+        ({"num_workers": 1, "executor": "thread"}, False),
+        ({"num_workers": 1, "mp_context": "fork"}, True),  # for the locks
+        ({"num_workers": 1, "seed_generators": True}, True),
+    ],
+    ids=str,
+)
+def test_the_module_is_loaded_where_it_is_needed(options, here):
+    program = f"""
+        import sys
+        from minloader import Loader
 
-    options: Any = {"workers": (0, 1), "batches": 8}
+        def loaded(item):
+            return "minloader._worker.own_generators" in sys.modules
+
+        with Loader(loaded, range(3), **{options}) as loader:
+            print(*loader, loaded(0))
+        """
+    there = here and (options.get("seed_generators") or options.get("mp_context") == "fork")
+    assert printed_by(program) == f"{there} {there} {there} {here}\n"
+
+
+class Reseeded(Holder):
+    """Draws alike whoever makes the batch."""
+
+    def __getitem__(self, index: int) -> float:
+        self.held.seed(index)
+        return super().__getitem__(index)
+
+    def __call__(self, sample: Any) -> Any:
+        return self[sample]
+
+
+class ReseededOfClass(Reseeded):
+    held = random.Random()
+
+    def __init__(self) -> None:
+        self.found = None
+
+
+class MadeLate(Reseeded):
+    def __getitem__(self, index: int) -> float:
+        self.held = self.held or random.Random()
+        return super().__getitem__(index)
+
+
+class Once(Holder):
+    """Draws an order when it is asked for a sample, the first or a later one."""
+
+    late = 0
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.late:
+            self.held.permutation(24)
+        return index
+
+
+class OnceLater(Once):
+    late = 3
+
+
+BATCHES: Any = {"workers": (0, 1), "batches": 8, "epochs": 1}
+
+
+AUDITED: dict[str, tuple[Callable[[], dict[str, Any]], list[str]]] = {
+    "sent": (lambda: {"dataset": Reseeded(random.Random())}, ["dataset.held"]),
+    "of a class": (lambda: {"dataset": ReseededOfClass()}, ["dataset.held"]),
+    "by fork": (
+        lambda: {"dataset": Reseeded(random.Random()), "mp_context": "fork"},
+        ["dataset.held"],
+    ),
+    "threads": (
+        lambda: {"dataset": Reseeded(random.Random()), "executor": "thread"},
+        ["dataset.held"],
+    ),
+    "behind a stream": (
+        lambda: {"dataset": Numbered(), "transform": Reseeded(random.Random())},
+        ["transform.held"],
+    ),
+    "a stream's own": (lambda: {"dataset": Stream()}, []),
+    "not drawn from": (lambda: {"dataset": Holder(rng(), lambda self: random)}, []),
+    "made in a batch": (lambda: {"dataset": MadeLate()}, ["dataset.held"]),
+    "drawn from once": (lambda: {"dataset": Once(rng())}, []),
+    "drawn from once, later": (lambda: {"dataset": OnceLater(rng())}, []),
+    "seeded": (lambda: {"dataset": Holder(rng()), "seed_generators": True}, []),
+}
+
+
+class Numbered(Stream):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+@pytest.mark.parametrize("case", AUDITED)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_audit_names_those_that_several_batches_draw_from(case):
+    make, names = AUDITED[case]
+    report = check_reproducible(lambda: Loader(**make(), num_workers=1), **BATCHES)
+    assert report.generators == names
+    for name in names:
+        assert f"But {name} is drawn from in several batches: a generator" in str(report)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_audit_names_those_of_torchs_loader(num_workers):
+    require("torch")
+
+    def make() -> Any:
+        return of_torch(Reseeded(random.Random()), num_workers=num_workers)
+
+    assert check_reproducible(make, **BATCHES).generators == ["dataset.held"]
+
+
+def test_the_audit_names_them_where_a_batch_differs(caplog):
+    def make() -> Loader[Any]:
+        return Loader(Holder(rng()), num_workers=1, mp_context="fork")
+
     with pytest.raises(IrreproducibleError, match=r"\ndataset\.held is drawn from in several"):
-        check_reproducible(make(), **options)
-    assert check_reproducible(make(seed_generators=True), **options).generators == []
+        check_reproducible(make, **BATCHES)
 
-    class Reseeded(Holder):
-        def __getitem__(self, index: int) -> float:
-            self.held.seed(index)
-            return super().__getitem__(index)
 
-    report = check_reproducible(make(Reseeded(random.Random())), **options)
-    assert report.generators == ["dataset.held"]
-    assert "But dataset.held is drawn from" in str(report)
+def test_the_audit_says_if_it_could_not_look(caplog):
+    """As for a dataset that asks, in a worker, which it is."""
+
+    def only_there(index: int) -> int:
+        info: Any = get_worker_info()
+        return index // info.num_workers
+
+    options = {"num_workers": 1, "executor": "thread"}
+    report = check_reproducible(
+        lambda: Loader(only_there, range(4), **options), **BATCHES | {"workers": (1,)}
+    )
+    assert report.generators == []
+    assert "may not all be named: ZeroDivisionError" in caplog.text
 
 
 # --- how they are looked for

@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.leaves import Leaf, Leaves, leaves
 from minloader._errors import MinloaderError
 from minloader._loader import Loader
-from minloader._worker.generators import own_message
+from minloader._worker.own_generators import find_shared, own_message, states_of
 
 logger = logging.getLogger("minloader")
 
@@ -97,6 +98,7 @@ def check_reproducible(
     of a batch does not depend on that, and no order is promised.
 
     Runs in the calling process, with workers where the loader has them, and closes all loaders.
+    Generators of the dataset's own are looked for in an epoch of another loader, without workers.
     That a batch depends on its worker shows only if several workers make batches, so a batch
     should take a millisecond or more.
 
@@ -206,7 +208,6 @@ class Audit:
         self._name = ""  # of the reference
         self._reference: dict[tuple[int, int], Leaves] = {}  # as _take gives it, in that order
         self._states: dict[int, bytes] = {}  # by ordinal in epoch 0, from the last run that saves
-        self._generators: dict[str, None] = {}  # of the dataset's own, by name
 
     def run(self, workers: set[int]) -> AuditReport:
         """Do all runs, those first that have the fewest reasons to differ."""
@@ -226,7 +227,7 @@ class Audit:
         for run in self._other_runs(counts, view.executor, lengths[0]):
             self._compare(run)
             names.append(run.name)
-        return AuditReport(lengths, names, list(self._generators))
+        return AuditReport(lengths, names, self._own_generators())
 
     def _other_runs(self, counts: list[int], executor: Any, count: int) -> Iterator[AuditRun]:
         """Yield the runs to compare with the reference, of which epoch 0 has ``count`` batches."""
@@ -270,7 +271,6 @@ class Audit:
                 if epoch == 0 and ordinal == run.kill:
                     _kill_worker(loader)
                 found = next(batches, END)
-                self._generators |= dict.fromkeys(inspect(loader).own_generators)
                 yield (epoch, ordinal), found
                 if found == END:
                     break
@@ -296,7 +296,8 @@ class Audit:
                 path = next(path for path in paths if expected.get(path) != found.get(path))
                 former = self._name
                 width = max(len(former), len(run.name))
-                own = f"\n{own_message(self._generators)}" if self._generators else ""
+                generators = self._own_generators()
+                own = f"\n{own_message(generators)}" if generators else ""
                 raise IrreproducibleError(
                     f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with "
                     f"{former}; the first difference is in {path}:\n"
@@ -307,6 +308,32 @@ class Audit:
                     ordinal=ordinal,
                     leaf=path,
                 ) from error
+
+    def _own_generators(self) -> list[str]:
+        """Return the generators of the dataset's own that several batches draw from, by name.
+
+        They are seen in this process, of another loader. What the first batch draws may be an order
+        that is drawn once.
+        """
+        counts = Counter[str]()
+        with self._make() as loader:
+            job = inspect(loader).group.factory.job
+            if job.options.seed_generators:
+                return []
+            loader.num_workers = 0
+            loader.set_epoch(0)
+            try:
+                batches = itertools.islice(loader, self._batches)
+                next(batches, None)
+                found = find_shared(job)
+                before = states_of(found)
+                for _ in batches:
+                    now = states_of(found)
+                    counts.update(name for name in found if now[name] != before[name])
+                    before = now
+            except Exception as error:  # only here: the workers have made these batches
+                logger.warning("generators of the dataset's own may not all be named: %r", error)
+        return [name for name, count in counts.items() if count > 1]
 
 
 def _start(loader: Loader, run: AuditRun) -> None:

@@ -87,11 +87,6 @@ class Inspection:
         return self._course.source.is_used_up
 
     @property
-    def own_generators(self) -> list[str]:
-        """Names of generators of the dataset's own that several batches have drawn from."""
-        return list(self.counters.own_generators)
-
-    @property
     def is_torchs(self) -> bool:
         """Whether a :class:`minloader.torch.DataLoader` made it.
 

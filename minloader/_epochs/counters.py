@@ -6,7 +6,6 @@ Here are numbers, and the last events as they come. What they say, somebody has 
 
 from __future__ import annotations
 
-import logging
 import operator
 import time
 from collections import deque
@@ -15,10 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from minloader._checks import brief_repr
-from minloader._worker.generators import own_message
 from minloader._worker.messages import Reply
-
-logger = logging.getLogger("minloader")
 
 ERRORS_KEPT = 1000
 """Number of errors kept, the last ones."""
@@ -139,8 +135,6 @@ class Counters:
         began: when the first epoch began, by ``time.perf_counter``.
         file: where events are written as well; None: nowhere.
         former: the stats as they were when ``num_workers`` was set last; None if it never was.
-        own_generators: names of generators of the dataset's own that several batches have drawn
-            from; the log has said so of the first.
     """
 
     batches: int = 0
@@ -173,7 +167,6 @@ class Counters:
     began: float = 0.0
     file: EventFile | None = None
     former: Any = None
-    own_generators: dict[str, None] = field(default_factory=dict)
 
     def come(self, begin: float) -> None:
         """Note that the consumer came for a batch, at ``begin``."""
@@ -246,10 +239,6 @@ class Counters:
         if reply.shard is not None:
             self.reread += reply.shard.reread
         self.skipped_samples += figures.skipped
-        if figures.drawn:
-            if not self.own_generators:
-                logger.warning(f"{own_message(figures.drawn)}; said once")
-            self.own_generators |= dict.fromkeys(figures.drawn)
         start = timings.began
         # perf_counter counts from another moment on another machine: then the end is assumed to
         # be now. Within a machine it is the same clock for all processes.

@@ -47,6 +47,14 @@ from minloader._memory.tensors import (
     with_attributes,
 )
 
+GENERATORS = (
+    ("random", "Random"),
+    ("numpy.random._generator", "Generator"),
+    ("numpy.random.mtrand", "RandomState"),
+    ("torch._C", "Generator"),
+)
+"""The classes of random generators, by module and name, such that none need be imported."""
+
 
 def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
     view = buffer.raw()
@@ -54,6 +62,10 @@ def _keep_large(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
         return True  # stay in the stream
     buffers.append(view)
     return False
+
+
+def _is_generator(kind: type) -> bool:
+    return any((base.__module__, base.__name__) in GENERATORS for base in kind.__mro__)
 
 
 class JobPickler(Pickler):
@@ -69,6 +81,7 @@ class JobPickler(Pickler):
         inherited: objects that must be inherited, by their id; the stream has their numbers.
         modules: names of those that have the classes and functions which the stream refers to.
         copies: arrays of which views are copied, by their id, each with the bytes of these views.
+        generators: random generators that are copied, which are those of no module.
     """
 
     def __init__(self, file: Any, start_method: str | None, keep: Any = _keep_large) -> None:
@@ -77,10 +90,11 @@ class JobPickler(Pickler):
         # until the garbage collector finds it.
         super().__init__(file, down=True, buffer_callback=partial(keep, self.buffers))
         self.inherited: dict[int, tuple[int, Any]] = {}
-        self._ordinary: set[type] = set()  # types of what stays in the stream
+        self._ordinary: set[type] = set()  # types of what stays in the stream, and is not noted
         self._start_method = start_method
         self.modules: set[str] = set()
         self.copies: dict[int, tuple[Any, int]] = {}
+        self.generators: list[Any] = []
         self._storages: dict[tuple[int, int], Any] = {}
         self._mappings = Mappings()
 
@@ -88,7 +102,7 @@ class JobPickler(Pickler):
         kind = type(obj)
         if kind in self._ordinary:
             return None
-        if not may_be_inherited(kind):
+        if not may_be_inherited(kind) and not _is_generator(kind):
             self._ordinary.add(kind)
         if not must_be_inherited(obj):
             return None
@@ -115,7 +129,10 @@ class JobPickler(Pickler):
             self.modules.add(obj.__name__)
         if kind.__module__.startswith("polars.") and kind.__name__ == "DataFrame":
             return _reduce_frame(obj)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if kind not in self._ordinary and _is_generator(kind) and not isinstance(reduced, str):
+            self.generators.append(obj)  # a string stands for the one of that name in a module
+        return reduced
 
     def reduce_array(self, array: Any) -> Any:
         """Reduce an array, where numpy's own way would read a whole file or copy the data."""
@@ -328,6 +345,7 @@ class JobFile(SharedFile):
         size: bytes of the file.
         grown: bytes of the array whose views grew most on their way, and of these; (0, 0): none.
         inherited: those objects which each process that loads it must inherit.
+        generators: random generators of which each process that loads it has a copy.
         modules: names of the modules that whoever loads the object needs.
 
     Raises:
@@ -340,6 +358,7 @@ class JobFile(SharedFile):
             with open(self.fd, "wb", closefd=False) as file:
                 pickler = JobPickler(file, start_method)
                 self.modules = pickler.modules
+                self.generators = pickler.generators
                 self._table_offset = _write(obj, pickler, file)
             self.size = os.fstat(self.fd).st_size
             sizes = [(base.nbytes, size) for base, size in pickler.copies.values()]

@@ -304,6 +304,10 @@ class PoolFactory:
         sent = _serialize(self.job, start_method)
         if self.sent is None:  # it is said once
             _look_for_growth(sent)
+            if sent.generators and not self.job.options.seed_generators:
+                from minloader._worker.own_generators import tell_sent  # of few
+
+                tell_sent(self.job, sent.generators)
         if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 

@@ -63,7 +63,6 @@ from minloader._pools.environment import check_executable, hash_seed, wrong_exec
 from minloader._pools.log_reader import LogReader
 from minloader._pools.served import ServedPool, follow
 from minloader._pools.ticket import Bell, Death, Ticket
-from minloader._worker.generators import locks
 from minloader._worker.heartbeat import READY, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import (
@@ -518,7 +517,11 @@ class ProcessPool(ServedPool):
                 log_settings=LogSettings.of_this_process(),
                 libraries=self._libraries,
             )
-            free = locks(self.job.obj) if isinstance(self.job, ForkedJob) else []
+            free = []
+            if isinstance(self.job, ForkedJob):
+                from minloader._worker.own_generators import locks  # of forked ones
+
+                free = locks(self.job.obj)
             context = _WorkerContext(self.context, setup, self.job.inherited, free)
             wake = partial(self._inbox.put, int)
             return _Executor(setup, heartbeats, logs, context, wake)

@@ -184,7 +184,6 @@ class Figures(NamedTuple):
         overflowed: how many of them found no room in shared memory.
         skipped: how many samples were left out.
         usage: of the process.
-        drawn: names of generators of the dataset's own, see :mod:`minloader._worker.generators`.
     """
 
     timings: Timings = Timings()
@@ -192,7 +191,6 @@ class Figures(NamedTuple):
     overflowed: int = 0
     skipped: int = 0
     usage: Usage = Usage()
-    drawn: tuple[str, ...] = ()
 
 
 class SlotUse(NamedTuple):
@@ -313,8 +311,8 @@ class CurrentBatch:
         sample: index of the sample being made; NO_SAMPLE if none is.
         stage: what it is made by, where that is not the dataset.
         sample_rng: the sample's generator, once somebody has asked for it.
-        generators: of the dataset's own, by name; None before they were looked for; empty if there
-            are none to look at any more.
+        generators: of the dataset's own, by name, if they are seeded; None before they were looked
+            for.
         is_of_stream: whether a stream is read.
         seeds_globals: of a stream, whether the global generators are seeded here.
     """

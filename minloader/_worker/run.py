@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minloader._checks import WHOLE_ITEM, reads_at_once, snapshot
 from minloader._errors import BatchError, TransportError
@@ -30,7 +30,6 @@ from minloader._memory.slot_writer import NoSlot
 from minloader._memory.unpicklable import find_unpicklable
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
-from minloader._worker.generators import BatchGenerators, OwnGenerators
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import (
     DRAWN,
@@ -52,6 +51,9 @@ from minloader._worker.messages import (
 )
 from minloader._worker.seeds import BatchKey
 from minloader._worker.stream_reader import END, NOT_LEADING, ShardReader, ShardReaders
+
+if TYPE_CHECKING:
+    from minloader._worker.own_generators import SeededGenerators
 
 logger = logging.getLogger("minloader")
 
@@ -127,13 +129,11 @@ class Worker:
         self.id = info.id
         self._job = job
         self._environment = environment
-        if job.options.seed_generators and not environment.seeds_globals:
-            raise ValueError(
-                "seed_generators=True cannot be where threads make the batches, since they share "
-                "the generators; draw from get_worker_info().rng, or use executor='process'"
-            )
-        self._own_generators = OwnGenerators(job, restores=environment.is_inline)
-        self._generators: BatchGenerators | None = None  # of what is called now
+        self._own_generators: SeededGenerators | None = None
+        if job.options.seed_generators:
+            from minloader._worker.own_generators import SeededGenerators  # of few
+
+            self._own_generators = SeededGenerators(job, environment)
         self._maker = BatchMaker(job, current_batch(info).turn_to, environment.sample_cell)
         # By task: for each item the futures of its samples, or an error.
         self._early_reads: dict[int, list[Any]] = {}
@@ -229,7 +229,6 @@ class Worker:
             overflowed=work.overflowed,
             skipped=counts.skipped,
             usage=usage,
-            drawn=self._own_generators.take_drawn(),
         )
 
     def _make_batches(self, work: _Work, early_reads: list[Any]) -> None:
@@ -331,9 +330,7 @@ class Worker:
         current_batch(self.info).reads = number  # as where all are read at the same time
         if number in suspects:
             key = pass_by(self.info, number)
-            self._environment.enter(self.info, key)
-            if self._generators is not None:
-                self._generators.begin(key)
+            self._seed(key)
             raise suspects.pop(number)  # once: what is put in its place gets to ``transform``
 
     def _call(self, key: BatchKey, function: Callable[..., Any], *args: Any) -> Any:
@@ -343,29 +340,27 @@ class Worker:
         frozen dataclass refuses with an error of its own.
         """
         before = current_info.get()  # of a batch that reads a loader of its own
-        generators = None
-        if current_batch(self.info).generators != {}:
-            generators = self._own_generators.for_batch(self.info, key)
-        self._generators = generators
-        restore_globals = self._environment.save_globals()
+        restore = self._environment.save_globals()
+        if self._own_generators is not None:
+            restore = self._own_generators.save(self.info, key, restore)
         try:
             try:
                 current_info.set(self.info)
-                self._environment.enter(self.info, key)
-                if generators is not None:
-                    generators.begin(key)
+                self._seed(key)
                 return function(*args)
             finally:
-                if generators is not None:
-                    generators.end()
                 current_info.set(before)
-                restore_globals()
+                restore()
         except BaseException:  # Ctrl-C may have come while that was done
-            if generators is not None:
-                generators.end()
             current_info.set(before)
-            restore_globals()
+            restore()
             raise
+
+    def _seed(self, key: BatchKey) -> None:
+        """Seed what the user's code draws from."""
+        self._environment.enter(self.info, key)
+        if self._own_generators is not None:
+            self._own_generators.seed(key)
 
     def _failure(self, error: BaseException, when: str, *, fatal: bool = False) -> Failure:
         """Return the failure that stands for an error; raise what is not for a reply."""

@@ -1,32 +1,26 @@
 """Random generators that the dataset, ``transform`` or ``collate_fn`` has of its own.
 
 Each worker has copies of them, which draw alike at first, and go on from batch to batch, so that
-what a batch draws depends on its worker and on the batches that this has made before. Each worker
-looks for them once, in its first batch (a stream is looked through in each copy of it):
+what a batch draws depends on its worker and on the batches that this has made before.
 
-* One that ``worker_init_fn`` has seeded, or replaced, is told in the log, by its name.
-* After the first batch it compares their states before and after each. One that is drawn from in
-  several batches is told to the parent, by its name. Not one of a stream itself: each shard is read
-  from its beginning, in a copy of its own.
-* With ``seed_generators=True`` each is seeded before each batch, as the global ones are
-  (``seeds.py``), and by its name, so that no two of them draw alike. In the calling process they
-  are the user's, and put back afterwards. Those that the first batch has made join them after it.
+With ``seed_generators=True`` each is seeded before each batch, as the global ones are
+(``seeds.py``), and by its name, so that no two of them draw alike. In the calling process they are
+the user's, and put back afterwards. A worker looks for them once, in its first batch (a stream is
+looked through in each copy of it), and those that this has made join them after it.
 
-Where there are none, nothing is done for the batches that follow. Nothing is imported for this:
-where numpy or torch is not, there is no generator of theirs.
+Else nobody looks, and this module is imported where one was met as the job was written, where
+workers are forked, and by the audit. Nothing is imported for this: where numpy or torch is not,
+there is no generator of theirs.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import attrgetter, methodcaller
-from random import Random
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -37,8 +31,10 @@ from types import (
 )
 from typing import Any, NamedTuple
 
+from minloader._checks import reads_at_once
+from minloader._memory.job_file import GENERATORS
 from minloader._sampling.seeding import derive
-from minloader._worker import torch_conventions
+from minloader._worker.environment import Environment
 from minloader._worker.messages import Job, WorkerInfo, current_batch
 from minloader._worker.seeds import BatchKey, comparable, global_generators
 
@@ -53,9 +49,6 @@ WIDTH = 40
 NEAR = 2
 """Steps from the dataset within which what a function finds among the globals of its module is
 looked into. Farther away, in libraries, only generators are taken from there."""
-
-COMPARED_BATCHES = 100
-"""Batches of a worker after which one that was drawn from once at most is no longer compared."""
 
 MAX_NAMES = 5
 """Names of generators that a message has."""
@@ -124,17 +117,7 @@ _TORCH = Kind(
 )
 
 
-def _kinds() -> list[tuple[type, Kind]]:
-    """Return the classes of generators that there are in this process."""
-    numpy = sys.modules.get("numpy.random")
-    torch = sys.modules.get("torch")
-    classes = [
-        (Random, _PYTHON),
-        (getattr(numpy, "Generator", None), _NUMPY),
-        (getattr(numpy, "RandomState", None), _LEGACY),
-        (getattr(torch, "Generator", None), _TORCH),
-    ]
-    return [(kind, how) for kind, how in classes if kind is not None]
+_KINDS = dict(zip(GENERATORS, (_PYTHON, _NUMPY, _LEGACY, _TORCH), strict=True))
 
 
 class OwnGenerator(NamedTuple):
@@ -156,7 +139,6 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGen
         roots: the objects, by names, which the paths begin with.
         needs_state: whether those without a state are left out. To ask for it takes the lock.
     """
-    kinds = _kinds()
     found: dict[str, OwnGenerator] = {}
     seen = {id(each): each for each in global_generators()}
     waiting = deque((path, value, 0) for path, value in roots.items())
@@ -165,7 +147,7 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGen
         if id(value) in seen:
             continue
         seen[id(value)] = value  # kept: another object could have its id
-        how = _kind_of(value, kinds)
+        how = _kind_of(value)
         if how is not None:
             try:
                 if needs_state:
@@ -178,7 +160,7 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGen
             found[path] = OwnGenerator(value, how)
             continue
         try:
-            parts = list(_parts(path, value, kinds, seen, is_near=steps <= NEAR))
+            parts = list(_parts(path, value, seen, is_near=steps <= NEAR))
         except Exception as error:  # another thread changes it, say
             logger.debug("%s was not looked into: %r", path, error)
             continue
@@ -186,16 +168,37 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGen
     return found
 
 
+def roots_of(job: Job) -> dict[str, Any]:
+    """Return what is looked through of a job, by the names that the user knows."""
+    return {"dataset": job.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
+
+
+def find_shared(job: Job) -> dict[str, OwnGenerator]:
+    """Return those that one worker draws from for several batches, by their paths.
+
+    Not those of a stream: each shard begins with them as they were sent.
+    """
+    roots = roots_of(job)
+    if job.options.is_stream:
+        del roots["dataset"]
+    return find(roots)
+
+
+def states_of(generators: dict[str, OwnGenerator]) -> dict[str, Any]:
+    """Return their states, by the same names, fit to be compared."""
+    return {name: comparable(own.kind.state(own.generator)) for name, own in generators.items()}
+
+
 def locks(job: Job) -> list[Any]:
     """Return the locks of the generators that a job has of its own."""
-    roots = {"dataset": job.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
-    generators = find(roots, needs_state=False).values()
+    generators = find(roots_of(job), needs_state=False).values()
     return [own.kind.lock(own.generator) for own in generators if own.kind.lock is not None]
 
 
-def _kind_of(value: Any, kinds: list[tuple[type, Kind]]) -> Kind | None:
+def _kind_of(value: Any) -> Kind | None:
     # By its type: isinstance() would ask a proxy for its class.
-    return next((how for kind, how in kinds if issubclass(type(value), kind)), None)
+    names = ((kind.__module__, kind.__name__) for kind in type(value).__mro__)
+    return next((_KINDS[name] for name in names if name in _KINDS), None)
 
 
 _LEAVES = frozenset({int, float, complex, str, bytes, bytearray, bool, type(None), range, CodeType})
@@ -212,7 +215,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _parts(
-    path: str, value: Any, kinds: Any, seen: dict[int, Any], *, is_near: bool
+    path: str, value: Any, seen: dict[int, Any], *, is_near: bool
 ) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to, with the path of each."""
     kind = type(value)
@@ -225,13 +228,13 @@ def _parts(
             for n, part in enumerate(islice(elements, WIDTH)):
                 yield f"{path}[{n}]", part
     if issubclass(kind, FunctionType):
-        yield from _parts_of_function(path, value, kinds, is_near=is_near)
+        yield from _parts_of_function(path, value, is_near=is_near)
     elif issubclass(kind, MethodType | BuiltinMethodType):
         yield from ((path, value.__self__), (path, getattr(value, "__func__", None)))
     elif issubclass(kind, partial):
         yield from ((path, value.func), (path, value.args), (path, value.keywords))
     # Of a wrapper of ours: it calls them what the user does.
-    is_ours = kind.__module__ == torch_conventions.__name__
+    is_ours = kind.__module__ == "minloader._worker.torch_conventions"
     own = dict(_attributes(value))
     for name, part in own.items():
         yield name if is_ours else f"{path}.{name}", part
@@ -241,7 +244,7 @@ def _parts(
             if type(function) is FunctionType:
                 if id(function) not in seen:
                     seen[id(function)] = function
-                    yield from _parts_of_function(path, function, kinds, is_near=is_near)
+                    yield from _parts_of_function(path, function, is_near=is_near)
             elif name not in own and type(part) is not MemberDescriptorType and name[:2] != "__":
                 own[name] = part  # hides what a base class calls so
                 yield f"{path}.{name}", part
@@ -261,9 +264,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                     continue  # it is not set
 
 
-def _parts_of_function(
-    path: str, function: Any, kinds: Any, *, is_near: bool
-) -> Iterator[tuple[str, Any]]:
+def _parts_of_function(path: str, function: Any, *, is_near: bool) -> Iterator[tuple[str, Any]]:
     """Yield what a function refers to."""
     code = function.__code__
     defaults = function.__defaults__ or ()
@@ -280,7 +281,7 @@ def _parts_of_function(
         part = names.get(name)
         # Not on into other functions: they would lead through whole libraries.
         is_thing = is_near and not issubclass(type(part), FunctionType | BuiltinMethodType)
-        if is_thing or _kind_of(part, kinds) is not None:
+        if is_thing or _kind_of(part) is not None:
             yield f"{names.get('__name__')}.{name}", part
 
 
@@ -290,155 +291,134 @@ def _names(code: CodeType) -> Iterable[str]:
     return dict.fromkeys((*code.co_names, *(name for names in inner for name in names)))
 
 
-# --- what is done with them
+# --- seeded
 
 
-class OwnGenerators:
-    """The generators of what one worker makes batches from.
+def check_can_be_seeded(job: Job, executor: Any) -> None:
+    """Refuse to seed them where several batches draw from one at the same time.
+
+    Raises:
+        ValueError: it is so.
+    """
+    from concurrent.futures import ThreadPoolExecutor  # workers import this module
+
+    shared = ""
+    if executor == "thread" or isinstance(executor, ThreadPoolExecutor):
+        shared = "threads share the generators of one dataset"
+    elif reads_at_once(job.dataset):
+        shared = "reads of concurrent() share the generators of their dataset"
+    if shared:
+        raise ValueError(
+            f"seed_generators=True cannot be here, since {shared}; draw from "
+            "get_worker_info().rng, and drop seed_generators, or use processes without concurrent()"
+        )
+
+
+class SeededGenerators:
+    """The generators of what one worker makes batches from, with ``seed_generators=True``.
 
     Args:
         job: what it makes them from.
-        restores: whether they are the user's, and put back after each batch.
-
-    Attributes:
-        drawn: names of those that were found to be drawn from in several batches, since it was
-            emptied.
-        counts: in how many batches each was drawn from; it is told after two.
+        environment: where.
     """
 
-    def __init__(self, job: Job, *, restores: bool) -> None:
-        self.job = job
-        self.restores = restores
-        self.drawn: tuple[str, ...] = ()
-        self._batches = 0
-        self.counts = Counter[str]()
+    def __init__(self, job: Job, environment: Environment) -> None:
+        if not environment.seeds_globals:
+            raise ValueError(
+                "seed_generators=True cannot be where threads make the batches, since they share "
+                "the generators; draw from get_worker_info().rng, or use executor='process'"
+            )
+        self._job = job
+        self._restores = environment.is_inline  # they are the user's
+        self._present: dict[str, OwnGenerator] = {}  # of what is called now
 
-    def take_drawn(self) -> tuple[str, ...]:
-        """Return the names in ``drawn``, and empty it."""
-        drawn = self.drawn
-        self.drawn = ()
-        return drawn
+    def save(
+        self, info: WorkerInfo, key: BatchKey, restore: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Look which there are before a batch; return what follows it.
 
-    def for_batch(self, info: WorkerInfo, key: BatchKey) -> BatchGenerators | None:
-        """Return those to seed or to compare for a batch; None if there are none to look at.
-
-        Call it only if the info's ``generators`` are no empty dict: then there are none.
+        Args:
+            info: that of the batch.
+            key: of the batch.
+            restore: what is to be called then, besides. Both may be called again, where Ctrl-C has
+                come in the middle of it.
         """
-        seeds = self.job.options.seed_generators
-        is_init = key[1] < 0  # worker_init_fn, which may be what makes them
-        if is_init and seeds:
-            return None
+        self._present = {}
+        if key[1] < 0:  # worker_init_fn, which may be what makes them
+            return restore
         noted = current_batch(info).generators
-        generators = noted
-        if generators is None:
-            generators = self.find(info) if is_init or seeds else {}
+        generators = self._present = self._find(info) if noted is None else noted
         states = {}
-        if self.restores or not seeds:
+        if self._restores:
             states = {name: own.kind.state(own.generator) for name, own in generators.items()}
-        return BatchGenerators(
-            owner=self,
-            info=info,
-            generators=generators,
-            states=states,
-            is_first=noted is None and not is_init,
-            is_init=is_init,
-        )
 
-    def find(self, info: WorkerInfo) -> dict[str, OwnGenerator]:
-        """Look for them; of a stream that is read, in its copy of the dataset."""
-        job = self.job
-        roots = {"dataset": info.dataset, "transform": job.transform, "collate_fn": job.collate_fn}
-        if job.options.is_stream and not job.options.seed_generators:
-            del roots["dataset"]  # each reading of a shard begins with those as they were sent
-        return find(roots)
+        def end() -> None:
+            for name, state in states.items():
+                own = generators[name]
+                own.kind.put_back(own.generator, state)
+            if noted is None:
+                current_batch(info).generators = self._look_again(info, generators)
+            restore()
 
-    def count(self, info: WorkerInfo, changed: list[str]) -> None:
-        """Note which of them a batch has drawn from."""
-        current = current_batch(info)
-        compared = current.generators
-        assert compared is not None
-        self._batches += 1
-        self.counts.update(changed)
-        several = [name for name in changed if self.counts[name] == 2]
-        self.drawn += tuple(several)
-        kept = compared if self._batches < COMPARED_BATCHES else {}
-        current.generators = {name: own for name, own in kept.items() if name not in several}
+        return end
 
-
-@dataclass(eq=False)
-class BatchGenerators:
-    """Those that there are before a batch: they are seeded for it, or compared after it.
-
-    Attributes:
-        owner: those of the worker.
-        info: that of the batch.
-        generators: those that were there before it, by their paths.
-        states: of them, then; empty if nobody asks for these.
-        is_first: whether the batch is the first that the worker makes, or of this copy of a stream.
-        is_init: whether in place of a batch ``worker_init_fn`` is called.
-    """
-
-    owner: OwnGenerators
-    info: WorkerInfo
-    generators: dict[str, OwnGenerator]
-    states: dict[str, Any]
-    is_first: bool
-    is_init: bool
-
-    def begin(self, key: BatchKey) -> None:
-        """Seed them, if that is asked for."""
-        for name, own in self.generators.items() if self.owner.job.options.seed_generators else ():
+    def seed(self, key: BatchKey) -> None:
+        """Seed them for the batch, or for what is left of it."""
+        for name, own in self._present.items():
             own.kind.seed(own.generator, derive("generator", name, *key))
 
-    def end(self) -> None:
-        """Put them back, or see which were drawn from. Harmless when repeated after Ctrl-C."""
-        if self.owner.job.options.seed_generators:
-            for name, state in self.states.items():
-                own = self.generators[name]
-                own.kind.put_back(own.generator, state)
-            if self.is_first:
-                self._look_again()
-        elif self.is_init:
-            self._tell_seeded()
-        elif self.is_first:
-            current_batch(self.info).generators = self.owner.find(self.info)
-        else:
-            changed = [name for name in self.states if self._has_changed(name)]
-            self.states = {}
-            self.owner.count(self.info, changed)
+    def _find(self, info: WorkerInfo) -> dict[str, OwnGenerator]:
+        """Look for them; of a stream that is read, in its copy of the dataset."""
+        return find(roots_of(self._job) | {"dataset": info.dataset})
 
-    def _has_changed(self, name: str) -> bool:
-        own = self.generators[name]
-        return bool(comparable(own.kind.state(own.generator)) != comparable(self.states[name]))
-
-    def _tell_seeded(self) -> None:
-        """Say which of them ``worker_init_fn`` has seeded, or replaced, or made."""
-        found = self.owner.find(self.info)
-        new = [name for name, own in found.items() if self.generators.get(name) != own]
-        seeded = [*filter(self._has_changed, self.states), *new]
-        if seeded:
-            self.owner.counts |= Counter(dict.fromkeys(seeded, 2))  # it is told
-            logger.warning(f"{own_message(seeded, 'seeded by worker_init_fn')}; said once")
-
-    def _look_again(self) -> None:
+    def _look_again(
+        self, info: WorkerInfo, generators: dict[str, OwnGenerator]
+    ) -> dict[str, OwnGenerator]:
         """Look for those that the first batch has made. One that it only gave a nearer place keeps
         its name, since that is what it is seeded by.
         """
-        found = self.owner.find(self.info)
+        found = self._find(info)
         kept = {
             id(own.generator)
-            for name, own in self.generators.items()
+            for name, own in generators.items()
             if found.get(name, own).generator is own.generator
         }
         new = {name: own for name, own in found.items() if id(own.generator) not in kept}
-        made = [name for name in new if name not in self.generators]
-        if made and self.info.id <= 0:
+        made = [name for name in new if name not in generators]
+        if made and info.id <= 0:
             logger.warning(
                 "%s made in a batch, and seed_generators could not seed that: its worker's first; "
                 "make it in __init__, or in worker_init_fn",
                 name_list(made),
             )
-        current_batch(self.info).generators = self.generators | new
+        return generators | new
+
+
+# --- told
+
+
+def tell_sent(job: Job, sent: list[Any]) -> None:
+    """Say in the log, once, which generators are sent to processes with a job.
+
+    Not those that ``worker_init_fn`` alone has: it is called before any batch.
+
+    Args:
+        job: the job.
+        sent: the generators.
+    """
+    paths = {id(own.generator): path for path, own in find_shared(job).items()}
+    others = {id(own.generator) for own in find({"worker_init_fn": job.worker_init_fn}).values()}
+    names = []
+    for generator in sent:
+        kind = type(generator)
+        name = f"a {kind.__name__} of {kind.__module__.partition('.')[0]}"
+        path = paths.get(id(generator))
+        if path is not None:
+            names.append(f"{path} ({name})")
+        elif id(generator) not in others and not job.options.is_stream:
+            names.append(name)  # too far to be found
+    if names:
+        logger.warning("%s; said once", own_message(names, "sent to the workers"))
 
 
 def name_list(names: Collection[str]) -> str:
@@ -452,8 +432,8 @@ def own_message(names: Collection[str], done: str = "drawn from in several batch
     """Return the warning about generators with which something is done that does not repeat."""
     return (
         f"{name_list(names)} {done}: a generator of the dataset's own goes on from batch to batch "
-        "in each worker, so that what a batch draws depends on the worker that makes it; "
+        "in each worker, so that what a batch draws from it depends on the worker that makes it; "
         "seed_generators=True has it seeded for each batch, from the loader's seed (with "
-        "minloader.torch call torch.manual_seed before), or draw from get_worker_info().rng (or "
-        "seed it for each sample: that cannot be told from here)"
+        "minloader.torch call torch.manual_seed before); or draw from get_worker_info().rng, or "
+        "seed it for each sample"
     )
