@@ -14,7 +14,6 @@ import operator
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
@@ -528,16 +527,7 @@ def check_timeout(timeout: Any, executor: Any) -> float | None:
     seconds = as_float(timeout)
     if not seconds > 0:
         raise ValueError(f"timeout must be more than 0 seconds, got {timeout}; None for no limit")
-    if isinstance(executor, Executor):
-        raise ValueError(
-            "timeout needs workers that can be watched, but those of an executor of your own "
-            "cannot; drop timeout, or use executor='process'"
-        )
-    if executor == "thread":
-        raise ValueError(
-            f"timeout={timeout} is for executor='process': a thread cannot be killed; drop timeout "
-            "or executor='thread'"
-        )
+    check_process_alone("timeout", timeout, executor)  # no other can be killed
     return seconds
 
 
@@ -587,28 +577,6 @@ def check_max_errors(max_errors: Any) -> int | None:
             "multiply it by how many an epoch has, and round that"
         )
     return check_int("max_errors", max_errors, 0)
-
-
-def check_executor(executor: Any, *, streams: bool) -> None:
-    """Refuse an executor that cannot make the batches."""
-    if executor not in ("process", "thread") and not isinstance(executor, Executor):
-        raise ValueError(
-            "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
-            f"client: client.get_executor(pure=False)), got {brief_repr(executor)}"
-        )
-    # From 3.14. It derives from ThreadPoolExecutor. If there is one, its module is imported.
-    interpreters: Any = sys.modules.get("concurrent.futures.interpreter")
-    if isinstance(executor, getattr(interpreters, "InterpreterPoolExecutor", ())):
-        raise ValueError(
-            "an InterpreterPoolExecutor cannot make batches, since numpy does not load in a "
-            "sub-interpreter; use executor='thread', executor='process' or a ProcessPoolExecutor"
-        )
-    if streams and isinstance(executor, Executor):
-        raise ValueError(
-            "an executor of your own gives a task to any of its workers, but a stream (an iterable "
-            "dataset) is read on by the worker that has begun it; use executor='process' or "
-            "'thread'"
-        )
 
 
 def check_context(mp_context: BaseContext | str | None, executor: Any) -> BaseContext:

@@ -159,6 +159,7 @@ class Loader(Generic[B]):
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         seed = check_int("seed", seed, 0)
         in_order = checks.check_bool("in_order", in_order)
+        make_factory = _factory_for(executor)
         timeout = checks.check_timeout(timeout, executor)
         retries = check_int("retries", retries, 0)
         checks.check_memory_limit(worker_memory_limit, executor)
@@ -204,12 +205,11 @@ class Loader(Generic[B]):
                 without_processes=self._without_processes,
             ),
         )
-        checks.check_executor(executor, streams=is_stream)
         if job.options.seed_generators:
             from minloader._worker.own_generators import check_can_be_seeded  # of few
 
             check_can_be_seeded(job, executor)
-        factory = PoolFactory(
+        factory = make_factory(
             job=job,
             executor=executor,
             context=checks.check_context(mp_context, executor),
@@ -516,6 +516,20 @@ def _finish(group: PoolGroup, counters: Counters) -> None:
         group.close()
     finally:
         counters.end_file()
+
+
+def _factory_for(executor: Any) -> type[PoolFactory]:
+    """Return what makes the pools, by ``executor``."""
+    if executor in ("process", "thread"):
+        return PoolFactory
+    if not isinstance(executor, Executor):
+        raise ValueError(
+            "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
+            f"client: client.get_executor(pure=False)), got {brief_repr(executor)}"
+        )
+    from minloader._foreign.pool import ForeignPoolFactory  # few bring one
+
+    return ForeignPoolFactory
 
 
 def _make_sampler(

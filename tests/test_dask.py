@@ -23,8 +23,9 @@ from conftest import belongings, eventually, require, variants
 from helpers import SHARED
 
 from minloader import Loader, WorkerDied, get_worker_info
+from minloader._foreign import pool
+from minloader._foreign import worker as foreign
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._pools import foreign
 
 dask = require("dask")
 distributed = require("distributed")
@@ -241,7 +242,7 @@ def test_a_dataset_that_returns_the_same_array_each_time(make):
 
 
 def test_other_versions_are_named(make, monkeypatch):
-    monkeypatch.setattr(foreign, "versions", lambda: ("9.9", "3.99"))
+    monkeypatch.setattr(pool, "versions", lambda: ("9.9", "3.99"))
     with pytest.raises(RuntimeError, match=r"but the loader has 9\.9 and Python 3\.99; install"):
         list(make(Dice(), range(3)))
 

@@ -26,9 +26,10 @@ from helpers import Echo
 from trouble import SpringsWhenLoaded
 
 from minloader import BatchError, Loader, get_worker_info
+from minloader._foreign import worker as foreign
+from minloader._foreign.pool import ForeignPoolFactory
 from minloader._memory import slot_writer
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._pools import foreign, group
 from minloader._worker.run import CHUNK_SECONDS
 
 # --- what they give up -----------------------------------------------------------------------
@@ -225,7 +226,7 @@ def test_a_worker_forked_from_the_loader_s_process_is_like_any_other():
 @pytest.fixture
 def remote(monkeypatch):
     """As an executor of other machines."""
-    monkeypatch.setattr(group, "is_local", lambda executor: False)
+    monkeypatch.setattr(ForeignPoolFactory, "is_local", False)
 
 
 def test_a_worker_that_lacks_the_job_is_sent_it(remote):
@@ -357,7 +358,7 @@ PROGRAM = """
 import os, random, sys
 import numpy as np
 from minloader import BatchError, Loader, get_worker_info
-from minloader._pools import foreign
+from minloader._foreign import worker as foreign
 
 class Dice:
     def __init__(self):

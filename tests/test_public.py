@@ -19,7 +19,7 @@ PACKAGE = Path(minloader.__file__).parent
 
 # Which package may import which: each only those before it, and itself.
 ORDER = [
-    *("_errors", "_checks", "_memory", "_sampling", "_worker", "_pools", "_epochs"),
+    *("_errors", "_checks", "_memory", "_sampling", "_worker", "_pools", "_foreign", "_epochs"),
     *("_loader", "_prefetch", "torch", "jax", "_diagnosis", "testing", "doctor"),
 ]
 DIAGNOSIS = "_diagnosis"  # what is before it imports it late: when it is called for, or for types
@@ -184,6 +184,40 @@ print(*loaded(None))
 with Loader(loaded, range(3), num_workers=1) as loader:
     print(*list(loader)[-1])
 """
+
+
+HANGING = {
+    "minloader._foreign": "executor=ThreadPoolExecutor(1)",
+}
+"""What is not of the core: a module or a package, and the argument that loads it."""
+
+WITHOUT = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from minloader import Loader
+
+
+def loaded(item):
+    return [name for name in sys.modules if name.startswith("minloader.")]
+
+
+if __name__ == "__main__":
+    print(*loaded(None))
+    for options in dict(num_workers=0), dict(executor="thread"), dict():
+        with Loader(loaded, range(3), **options) as loader:
+            print(*loaded(None), *list(loader)[-1])
+"""
+
+
+def test_what_hangs_on_the_core_is_loaded_when_it_is_asked_for():
+    programs = {
+        name: f"{WITHOUT}    list(Loader(loaded, [0], {asked}))" for name, asked in HANGING.items()
+    }
+    assert not [
+        line for line in printed_by(WITHOUT).splitlines() for name in HANGING if name in line
+    ]
+    for name, program in programs.items():
+        assert name in printed_by(f"{program}\n    print(*loaded(None))").splitlines()[-1]
 
 
 def tokens_of(path: Path) -> int:

@@ -28,12 +28,13 @@ from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.trace import Trace
 from minloader._epochs.counters import Counters
 from minloader._epochs.course import Course
+from minloader._foreign import worker as foreign
+from minloader._foreign.worker import JobReference
 from minloader._memory import forks, slot_writer, slots
 from minloader._memory.job_file import JobFile
 from minloader._memory.slot_writer import NoSlot
-from minloader._pools import environment, foreign, log_reader, processes, threads
+from minloader._pools import environment, log_reader, processes, threads
 from minloader._pools.base import close_pools
-from minloader._pools.foreign import JobReference
 from minloader._pools.group import PoolGroup
 from minloader._pools.threads import ThreadPool
 from minloader._pools.ticket import Bell

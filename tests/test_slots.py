@@ -41,12 +41,12 @@ from numpy.testing import assert_array_equal
 
 from minloader import Loader, TransportError, collate, pack_collate, pad_collate
 from minloader._diagnosis.inspect import inspect
+from minloader._foreign import worker as foreign
 from minloader._memory import files, slot_writer, slots
 from minloader._memory.files import ALIGN, LARGE
 from minloader._memory.pickling import BatchPacker, pack, unpack_batch
 from minloader._memory.slot_writer import NoSlot, SlotWriter, empty
 from minloader._memory.slots import Slots
-from minloader._pools import foreign
 from minloader._worker import logs, start
 from minloader._worker import run as worker
 from minloader._worker.environment import PackingEnvironment

@@ -13,9 +13,10 @@ from numpy.testing import assert_array_equal
 
 from minloader import Loader, TransportError
 from minloader._diagnosis.leaves import leaves
+from minloader._foreign.worker import OutOfBand
 from minloader._memory import tensors
 from minloader._memory.job_file import JobFile
-from minloader._memory.pickling import BatchPacker, OutOfBand, PackedBatch, unpack, unpack_batch
+from minloader._memory.pickling import BatchPacker, PackedBatch, unpack, unpack_batch
 from minloader._sampling import torch_collate
 
 torch = require("torch")

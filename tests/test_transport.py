@@ -17,12 +17,12 @@ from helpers import TwoArguments
 from numpy.testing import assert_array_equal
 from trouble import Frozen, Hopeless
 
+from minloader._foreign.worker import OutOfBand
 from minloader._memory import unpicklable
 from minloader._memory.files import LARGE, unlink
 from minloader._memory.job_file import JobFile, JobPickler
 from minloader._memory.pickling import (
     BatchPacker,
-    OutOfBand,
     pack,
     pack_error,
     unpack,

@@ -25,7 +25,7 @@ from minloader._errors import BatchError, WorkerDied
 from minloader._memory.limits import remedy
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Death, Ticket
-from minloader._worker.messages import Failure, JobMissing, Reply
+from minloader._worker.messages import Failure, Reply, Unready
 
 logger = logging.getLogger("minloader")
 
@@ -147,8 +147,8 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
     """Return what takes the place of a task of which no batch is known to be to blame."""
     pool = lane.pool
     counters = lane.shared.counters
-    if isinstance(error, JobMissing):
-        return [task.part(0, len(task.items))]  # the next one takes it along
+    if isinstance(error, Unready):
+        return [task.part(0, len(task.items))]  # nobody has begun with it
     if isinstance(error, BrokenExecutor | CancelledError):
         if pool.replaces:
             return [task.part(0, len(task.items))]  # another's worker died

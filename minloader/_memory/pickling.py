@@ -251,19 +251,6 @@ class PackedBatch(NamedTuple):
 _PackOne = Callable[[Any], bytes | PackedBatch]
 
 
-class OutOfBand(NoSlot):
-    """Keeps large buffers beside the stream, as arrays of bytes.
-
-    For an executor that sends arrays without copying them, as Dask's does. It may send them while
-    the next batch is made, in the same array of the dataset's: so they are copied here.
-    """
-
-    def put(self, data: memoryview) -> Any:
-        import numpy as np
-
-        return np.frombuffer(data, np.uint8).copy()
-
-
 class BatchPacker:
     """Packs the batches of one worker, one at a time.
 

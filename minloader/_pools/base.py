@@ -1,8 +1,8 @@
 """The protocol of all pools, and the one that makes batches in the calling process.
 
 A pool runs tasks: here, in threads (``threads.py``), in worker processes of our own
-(``processes.py``), or in an executor that the user brings (``foreign.py``). An epoch drives all of
-them alike, through :class:`Pool`, from the parent.
+(``processes.py``), or in an executor that the user brings (``_foreign/pool.py``, which nothing of
+the core imports). An epoch drives all of them alike, through :class:`Pool`, from the parent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,18 @@ they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Pool:
-    """Runs tasks somewhere.
+    """Runs tasks somewhere. This is the protocol of all pools, in three parts:
+
+    * a task goes down by :meth:`submit`, made fit by :meth:`hold` and :meth:`pack`, and comes back
+      in its ticket, with a reply or an error;
+    * of an error the epoch asks what was lost: with ``replaces``, others make it again; ``Unready``
+      says that nobody has begun with it; and :meth:`is_death`, that whoever did is dead;
+    * :func:`close_pools` ends it, in two halves, :meth:`leave` and :meth:`end`, so that several
+      end at the same time.
+
+    A kind of pool overrides ``submit`` and ``wait``, or is a ``ServedPool`` (``served.py``), which
+    leaves ``hand_over`` and ``end_all`` to it. All else does nothing unless a kind has something
+    to do. What makes pools of a kind is a ``PoolFactory`` (``group.py``).
 
     Attributes:
         infos: what each worker is told about where it runs, by its index in the pool; new ones are

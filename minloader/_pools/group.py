@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import weakref
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
@@ -24,7 +23,6 @@ from minloader._memory.limits import largest_file, memory_limit
 from minloader._memory.slots import Slots
 from minloader._memory.unpicklable import find_unpicklable
 from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
-from minloader._pools.foreign import ForeignPool, JobSender, is_in_process, is_local
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
 from minloader._worker.messages import Job, WorkerInfo
@@ -224,7 +222,8 @@ class PoolGroup:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PoolFactory:
-    """Makes pools of one kind, and sends them the job.
+    """Makes pools of one kind, and sends them the job. For an executor of the user's there is
+    another, in ``_foreign/pool.py``.
 
     Attributes:
         job: what the workers work on; sent to them once, or had by fork.
@@ -232,9 +231,7 @@ class PoolFactory:
         context: how processes are started.
         budget: most bytes of shared memory; None for a share of what is free, 0 for none.
         timeout: seconds that a batch may take.
-        owner: the process that made the executor.
         sent: the job, as workers get it; None before any needs it.
-        job_sender: sends it to workers on other machines; None where there are none.
     """
 
     job: Job
@@ -242,21 +239,22 @@ class PoolFactory:
     context: BaseContext
     budget: int | None
     timeout: float | None
-    owner: int = field(default_factory=os.getpid)
     sent: JobFile | ForkedJob | None = None
-    job_sender: JobSender | None = None
 
     @property
     def kind(self) -> str:
         """Where tasks run, if there are workers: "process", "thread" or "foreign"."""
-        if isinstance(self.executor, Executor):
-            return "thread" if is_in_process(self.executor) else "foreign"
         return str(self.executor)
 
     @property
-    def _has_local_processes(self) -> bool:
-        """Whether workers are known to be processes of this machine."""
-        return self.executor == "process" or is_local(self.executor)
+    def is_local(self) -> bool:
+        """Whether processes are known to be on this machine, and each task to run once."""
+        return True
+
+    @property
+    def start_method(self) -> str | None:
+        """How processes are started; None if that is not for us to do."""
+        return self.context.get_start_method()
 
     def make(self, infos: list[WorkerInfo], *, max_in_flight: int, share: int) -> Pool:
         """Make a pool.
@@ -266,63 +264,51 @@ class PoolFactory:
             max_in_flight: most tasks that it has at once.
             share: of how many such pools the shared memory is for.
         """
-        executor = self.executor
         num_workers = infos[0].num_workers
         if num_workers == 0:
             return InlinePool(infos=infos, job=self.job)
-        if executor == "thread":
-            return ThreadPool(infos=infos, job=self.job)
-        if self.kind != "thread" and self.sent is None:
-            self.send_job(num_workers, infos[0].seed)
         slots = None
-        if self.budget != 0 and self._has_local_processes and can_be_nameless():
-            slots = Slots(self.budget, max_in_flight, share=share)
-        if isinstance(executor, Executor):
-            assert not isinstance(self.sent, ForkedJob)
-            return ForeignPool(
-                infos=infos,
-                slots=slots,
-                executor=executor,
-                owner=self.owner,
-                job=self.job,
-                job_file=self.sent,
-                sender=self.job_sender,
-            )
-        assert self.sent is not None
+        if self.kind != "thread":
+            if self.sent is None:
+                self.send_job(num_workers, infos[0].seed)
+            if self.budget != 0 and self.is_local and can_be_nameless():
+                slots = Slots(self.budget, max_in_flight, share=share)
+        return self.make_pool(infos, slots)
+
+    def make_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> Pool:
+        """Make the pool of some workers."""
+        if self.sent is None:
+            return ThreadPool(infos=infos, job=self.job)
         return ProcessPool(
             infos=infos, slots=slots, job=self.sent, context=self.context, timeout=self.timeout
         )
 
     def send_job(self, num_workers: int, seed: int) -> JobFile | ForkedJob:
         """Serialize the job, unless workers are forked; look whether they have room here."""
-        start_method = self.context.get_start_method() if self.executor == "process" else None
+        start_method = self.start_method
         if start_method == "fork":
             if self.sent is None:  # it is said once
                 self._look_for_room(0, num_workers)
             self.sent = ForkedJob(self.job)
             return self.sent
         sent = _serialize(self.job, start_method)
+        if start_method == "forkserver":
+            from minloader._pools.fork_server import start_fork_server  # not on Windows
+
+            start_fork_server(self.context, sent.modules, seed)
         if self.sent is None:  # it is said once
             _look_for_growth(sent)
             if sent.generators and not self.job.options.seed_generators:
                 from minloader._worker.own_generators import tell_sent  # of few
 
                 tell_sent(self.job, sent.generators)
-        if start_method == "forkserver":
-            from minloader._pools.fork_server import start_fork_server  # not on Windows
-
-            start_fork_server(self.context, sent.modules, seed)
-        if not self._has_local_processes:
-            self.job_sender = JobSender(self.executor, sent)
-        elif self.sent is None:  # it is said once
-            self._look_for_room(sent.size, num_workers)
+            if self.is_local:
+                self._look_for_room(sent.size, num_workers)
         self.sent = sent
         return sent
 
     def close(self) -> None:
         """Let the job go."""
-        if self.job_sender is not None:
-            self.job_sender.close()
         if self.sent is not None:
             self.sent.close()
 

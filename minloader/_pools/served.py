@@ -31,7 +31,7 @@ from minloader._memory.files import interrupts_held
 from minloader._pools.base import GRACE, RemotePool
 from minloader._pools.cpython import is_ours
 from minloader._pools.ticket import Bell, Ticket
-from minloader._worker.messages import JobMissing, Reply, TaskMessage
+from minloader._worker.messages import Reply, TaskMessage, Unready
 from minloader._worker.start import refuse_avalanche
 
 logger = logging.getLogger("minloader")
@@ -212,8 +212,8 @@ def _arrived(
     try:
         error = future.exception()
         if error is None:
-            reply: Reply | JobMissing = future.result()
-            if not isinstance(reply, JobMissing):
+            reply: Reply | Unready = future.result()
+            if not isinstance(reply, Unready):
                 ticket.settle(reply)
                 return
             error = reply

@@ -252,18 +252,11 @@ class Reply(NamedTuple):
     figures: Figures = Figures()
 
 
-class JobMissing(Exception):
-    """A worker of an executor on other machines has no job to make batches from.
+class Unready(Exception):
+    """A worker could not begin with a task, which is to be sent again.
 
     It is returned in place of a reply, not raised: Dask would log it.
-
-    Attributes:
-        address: where in Dask's cluster the worker is; "" if it is none of Dask's.
     """
-
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
-        self.address = address
 
 
 class Failure(NamedTuple):

@@ -1,27 +1,4 @@
-"""Executors that the user brings: threads, processes of this machine, or those of a cluster.
-
-All that is asked of one is ``submit``. A task carries a reference to the loader's job, some 300
-bytes, and each worker process gets the job itself once:
-
-* in the loader's own process (threads) the job is there;
-* on the loader's machine it is mapped from its file (``job_file.py``);
-* elsewhere it comes through the executor::
-
-    task ──> a worker that lacks the job says so in its reply, and makes nothing
-    the next task, which is mostly that one again ──> takes the job along
-
-With Dask the job is scattered once, and what is attached is Dask's future of it: Dask fetches it
-to the worker that lacks it, from another worker, as it fetches everything. With any other executor
-it is attached as bytes.
-
-An executor of which it is not known that its workers are on this machine gets no slots either, and
-for one more reason: a scheduler that believes a worker dead runs its tasks once more elsewhere. If
-the worker lives after all, it would write into memory that has been lent to another batch.
-
-A worker process lets a job go when its loader is closed: on the loader's machine within a second or
-two, since the file is gone then; elsewhere when Dask brings the news, or after IDLE_SECONDS without
-a task. It is sent again if it is needed after all.
-"""
+"""In a worker of the user's executor: the job is found or loaded, and the batches are made."""
 
 from __future__ import annotations
 
@@ -31,52 +8,26 @@ import itertools
 import mmap
 import os
 import random
-import secrets
 import socket
 import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import (
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    ThreadPoolExecutor,
-)
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._checks import snapshot
 from minloader._memory import forks
-from minloader._memory.job_file import JobAddress, JobFile
-from minloader._memory.pickling import BatchPacker, OutOfBand, unpack
-from minloader._memory.slot_writer import unmap_closed
-from minloader._pools.served import ServedPool, follow
-from minloader._pools.ticket import Ticket
+from minloader._memory.job_file import JobAddress
+from minloader._memory.pickling import BatchPacker, unpack
+from minloader._memory.slot_writer import NoSlot, unmap_closed
 from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
-from minloader._worker.messages import Failure, Job, JobMissing, Reply, TaskMessage, WorkerInfo
+from minloader._worker.messages import Failure, Job, Reply, TaskMessage, Unready, WorkerInfo
 from minloader._worker.run import Worker
-
-
-def _is_of(executor: Executor, package: str) -> bool:
-    """Whether the class of an executor, or one that it derives from, is of a package."""
-    return any(each.__module__.partition(".")[0] == package for each in type(executor).__mro__)
-
-
-def is_in_process(executor: Executor) -> bool:
-    """Whether an executor is known to run its tasks in this process."""
-    return isinstance(executor, ThreadPoolExecutor)
-
-
-def is_local(executor: Executor) -> bool:
-    """Whether an executor is known to run its tasks on this machine, and each of them once."""
-    return isinstance(executor, ProcessPoolExecutor) or _is_of(executor, "loky")
 
 
 class JobReference(NamedTuple):
@@ -99,6 +50,18 @@ class JobReference(NamedTuple):
     may_be_remote: bool
 
 
+class JobMissing(Unready):
+    """A worker of an executor on other machines has no job to make batches from.
+
+    Attributes:
+        address: where in Dask's cluster the worker is; "" if it is none of Dask's.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.address = address
+
+
 LOOK_SECONDS = 1.0
 """How often a worker of the user's executor looks whether loaders were closed."""
 
@@ -110,156 +73,6 @@ def versions() -> tuple[str, str]:
     """Return minloader's version and Python's, of which functions that are sent are the code."""
     ours: str = sys.modules["minloader"].__version__
     return ours, f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-class Attachment(NamedTuple):
-    """The job on its way to a worker on another machine.
-
-    Attributes:
-        data: its bytes, or Dask's future of them.
-        options: how a task is submitted that takes it along.
-    """
-
-    data: Any
-    options: dict[str, Any]
-
-
-class JobSender:
-    """Has an executor send the job to its workers on other machines.
-
-    Args:
-        executor: the user's.
-        job_file: the job.
-    """
-
-    def __init__(self, executor: Executor, job_file: JobFile) -> None:
-        self._job_file = job_file
-        self._process = forks.process
-        self._client: Any = getattr(executor, "_client", None)  # Dask's
-        self._lacking: deque[str] = deque()  # where workers are that lack the job
-        self._scattered: Any = None  # Dask's future of it
-
-    def look(self, done: Future[Reply]) -> None:
-        """Note whether the worker that had a task lacks the job."""
-        if done.cancelled() or done.exception():
-            return
-        reply: Reply | JobMissing = done.result()
-        if isinstance(reply, JobMissing):
-            self._lacking.append(reply.address)
-
-    def attach(self) -> Attachment | None:
-        """Return what the next task takes along; None if no worker is known to lack the job."""
-        try:
-            where = self._lacking.popleft()
-        except IndexError:
-            return None
-        if not where:
-            return Attachment(data=bytes(self._job_file.content()), options={})
-        if self._scattered is None:
-            import numpy as np
-
-            data = np.frombuffer(self._job_file.content(), np.uint8)
-            self._scattered = self._client.scatter(data, workers=[where], hash=False)
-        # Another worker may run the task too, should this one die.
-        options = {"workers": [where], "allow_other_workers": True}
-        return Attachment(data=self._scattered, options=options)
-
-    def close(self) -> None:
-        """Have the workers of a Dask cluster let the job go. Does not wait for them."""
-        scattered = self._scattered
-        self._scattered = None
-        if scattered is not None and forks.process is self._process:
-            threading.Thread(target=self._tell, name="minloader-job", daemon=True).start()
-
-    def _tell(self) -> None:
-        with suppress(Exception):  # the cluster is gone, or about to go, and the job with it
-            self._client.run(forget, self._job_file.mark, on_error="ignore")
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class ForeignPool(ServedPool):
-    """Makes batches in an executor that the user brought, and will shut down.
-
-    Args:
-        executor: runs the tasks; as many at once as the user says.
-        owner: process that made the executor; in a fork of it nothing would ever run.
-        job: what workers in this process use as it is.
-        job_file: what others load; None if the executor has no others.
-        sender: sends it to those that do not find it; None if all are on this machine.
-    """
-
-    executor: Executor
-    owner: int
-    job: Job
-    job_file: JobFile | None
-    sender: JobSender | None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        file = self.job_file
-        self._mark = secrets.token_hex(8) if file is None else file.mark
-        self._address = None if file is None else file.address
-        # For a cluster's workers too: one of Dask's may be a thread here.
-        ids = itertools.count(-1, -1)
-        self._job = _Loaded(
-            job=self.job,
-            store=threading.local(),
-            ids=ids,
-            lock=nullcontext(),
-            make_environment=_ThreadEnvironment,
-        )
-        _jobs_here[self._mark] = self._job
-        self._unfinished: dict[int, Ticket] = {}
-        self._options: dict[str, Any] = {}
-        if _is_of(self.executor, "distributed"):
-            # Equal calls are not one; and without delay an earlier one comes first.
-            self._options = {"pure": False, "fifo_timeout": "0 ms"}
-
-    def _begin(self) -> None:
-        if os.getpid() != self.owner:
-            raise RuntimeError(
-                f"executor belongs to process {self.owner}, of which this one is a fork; make "
-                "the Loader and its executor here"
-            )
-        super()._begin()
-
-    def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
-        if self.closed:
-            raise RuntimeError("the pool is closed")
-        reference = JobReference(
-            mark=self._mark,
-            num_workers=self.num_workers,
-            seed=self.infos[0].seed,
-            versions=versions(),
-            address=self._address,
-            may_be_remote=self.sender is not None,
-        )
-        attachment = None if self.sender is None else self.sender.attach()
-        task = task._replace(slot=ticket.borrow(self.slots))
-        sent: Future[Any]  # of a reply, or of JobMissing
-        if attachment is None:
-            sent = self.executor.submit(run_task, reference, task, **self._options)
-        else:
-            options = self._options | attachment.options
-            sent = self.executor.submit(run_task, reference, task, attachment.data, **options)
-        if self.sender is not None:
-            sent.add_done_callback(self.sender.look)  # before whoever sends the task again
-        follow(sent, ticket, task.id, self._unfinished, None)
-
-    def end_all(self) -> None:
-        while self._unfinished:
-            with suppress(KeyError):  # it was done just now
-                ticket = self._unfinished.popitem()[1]
-                ticket.cancel()
-                ticket.fail(CancelledError())
-
-    def is_death(self, error: BaseException) -> bool:
-        # Dask runs a task again by itself, until it has seen too many workers die with it.
-        killed = getattr(sys.modules.get("distributed.scheduler"), "KilledWorker", ())
-        return isinstance(error, killed)
-
-
-# --- in a worker of the user's executor ----------------------------------------------------------
 
 
 def run_task(
@@ -280,6 +93,19 @@ def run_task(
         if job.lock is _lock:  # the process is the worker: threads of the dataset's too
             current.process_worker = worker
         return worker.run(task)
+
+
+class OutOfBand(NoSlot):
+    """Keeps large buffers beside the stream, as arrays of bytes.
+
+    For an executor that sends arrays without copying them, as Dask's does. It may send them while
+    the next batch is made, in the same array of the dataset's: so they are copied here.
+    """
+
+    def put(self, data: memoryview) -> Any:
+        import numpy as np
+
+        return np.frombuffer(data, np.uint8).copy()
 
 
 class _ThreadEnvironment(Environment):
@@ -348,6 +174,19 @@ _lock = forks.new_lock()
 
 # A worker that was forked from the loader's process loads the job, as any other.
 forks.in_child.append(_jobs_here.clear)
+
+
+def keep_here(mark: str, job: Job) -> _Loaded:
+    """Have the job of a loader of this process be found here, as long as it is referred to."""
+    # By a cluster's workers too: one of Dask's may be a thread here.
+    loaded = _jobs_here[mark] = _Loaded(
+        job=job,
+        store=threading.local(),
+        ids=itertools.count(-1, -1),
+        lock=nullcontext(),
+        make_environment=_ThreadEnvironment,
+    )
+    return loaded
 
 
 def find_job(reference: JobReference, attached: Any = None) -> _Loaded | None:

@@ -1,0 +1,237 @@
+"""A pool over an executor of the user's, and what makes such pools."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+from collections import deque
+from concurrent.futures import (
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+)
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from minloader import _checks as checks
+from minloader._foreign.worker import (
+    JobMissing,
+    JobReference,
+    forget,
+    keep_here,
+    run_task,
+    versions,
+)
+from minloader._memory import forks
+from minloader._memory.job_file import ForkedJob, JobFile
+from minloader._memory.slots import Slots
+from minloader._pools.group import PoolFactory
+from minloader._pools.served import ServedPool, follow
+from minloader._pools.ticket import Ticket
+from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
+
+
+def _is_of(executor: Executor, package: str) -> bool:
+    """Whether the class of an executor, or one that it derives from, is of a package."""
+    return any(each.__module__.partition(".")[0] == package for each in type(executor).__mro__)
+
+
+class JobSender:
+    """Has an executor send the job to its workers on other machines.
+
+    Args:
+        executor: the user's.
+        job_file: the job.
+    """
+
+    def __init__(self, executor: Executor, job_file: JobFile) -> None:
+        self._job_file = job_file
+        self._process = forks.process
+        self._client: Any = getattr(executor, "_client", None)  # Dask's
+        self._lacking: deque[str] = deque()  # where workers are that lack the job
+        self._scattered: Any = None  # Dask's future of it
+
+    def look(self, done: Future[Reply]) -> None:
+        """Note whether the worker that had a task lacks the job."""
+        if done.cancelled() or done.exception():
+            return
+        reply: Reply | JobMissing = done.result()
+        if isinstance(reply, JobMissing):
+            self._lacking.append(reply.address)
+
+    def attach(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return what the next task takes along, and how it is submitted then.
+
+        Returns:
+            The job, as bytes or as Dask's future of them; nothing if no worker is known to lack it.
+        """
+        try:
+            where = self._lacking.popleft()
+        except IndexError:
+            return [], {}
+        if not where:
+            return [bytes(self._job_file.content())], {}
+        if self._scattered is None:
+            import numpy as np
+
+            data = np.frombuffer(self._job_file.content(), np.uint8)
+            self._scattered = self._client.scatter(data, workers=[where], hash=False)
+        # Another worker may run the task too, should this one die.
+        return [self._scattered], {"workers": [where], "allow_other_workers": True}
+
+    def close(self) -> None:
+        """Have the workers of a Dask cluster let the job go. Does not wait for them."""
+        scattered = self._scattered
+        self._scattered = None
+        if scattered is not None and forks.process is self._process:
+            threading.Thread(target=self._tell, name="minloader-job", daemon=True).start()
+
+    def _tell(self) -> None:
+        with suppress(Exception):  # the cluster is gone, or about to go, and the job with it
+            self._client.run(forget, self._job_file.mark, on_error="ignore")
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ForeignPool(ServedPool):
+    """Makes batches in an executor that the user brought, and will shut down.
+
+    Args:
+        executor: runs the tasks; as many at once as the user says.
+        owner: process that made the executor; in a fork of it nothing would ever run.
+        job: what workers in this process use as it is.
+        job_file: what others load; None if the executor has no others.
+        sender: sends it to those that do not find it; None if all are on this machine.
+    """
+
+    executor: Executor
+    owner: int
+    job: Job
+    job_file: JobFile | None
+    sender: JobSender | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        file = self.job_file
+        self._reference = JobReference(
+            mark=secrets.token_hex(8) if file is None else file.mark,
+            num_workers=self.num_workers,
+            seed=self.infos[0].seed,
+            versions=versions(),
+            address=None if file is None else file.address,
+            may_be_remote=self.sender is not None,
+        )
+        self._job = keep_here(self._reference.mark, self.job)
+        self._unfinished: dict[int, Ticket] = {}
+        self._options: dict[str, Any] = {}
+        if _is_of(self.executor, "distributed"):
+            # Equal calls are not one; and without delay an earlier one comes first.
+            self._options = {"pure": False, "fifo_timeout": "0 ms"}
+
+    def _begin(self) -> None:
+        if os.getpid() != self.owner:
+            raise RuntimeError(
+                f"executor belongs to process {self.owner}, of which this one is a fork; make "
+                "the Loader and its executor here"
+            )
+        super()._begin()
+
+    def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
+        if self.closed:
+            raise RuntimeError("the pool is closed")
+        reference = self._reference._replace(num_workers=self.num_workers)
+        job, options = ([], {}) if self.sender is None else self.sender.attach()
+        task = task._replace(slot=ticket.borrow(self.slots))
+        # Of a reply, or of JobMissing.
+        sent: Future[Any] = self.executor.submit(
+            run_task, reference, task, *job, **self._options | options
+        )
+        if self.sender is not None:
+            sent.add_done_callback(self.sender.look)  # before whoever sends the task again
+        follow(sent, ticket, task.id, self._unfinished, None)
+
+    def end_all(self) -> None:
+        while self._unfinished:
+            with suppress(KeyError):  # it was done just now
+                ticket = self._unfinished.popitem()[1]
+                ticket.cancel()
+                ticket.fail(CancelledError())
+
+    def is_death(self, error: BaseException) -> bool:
+        # Dask runs a task again by itself, until it has seen too many workers die with it.
+        killed = getattr(sys.modules.get("distributed.scheduler"), "KilledWorker", ())
+        return isinstance(error, killed)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class ForeignPoolFactory(PoolFactory):
+    """Makes pools over an executor of the user's.
+
+    Attributes:
+        owner: the process that made the executor.
+        sender: sends the job to workers on other machines; None where there are none.
+    """
+
+    executor: Executor
+    owner: int = field(default_factory=os.getpid)
+    sender: JobSender | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an executor that cannot make the batches."""
+        options = self.job.options
+        # From 3.14. It derives from ThreadPoolExecutor. If there is one, its module is imported.
+        interpreters: Any = sys.modules.get("concurrent.futures.interpreter")
+        if isinstance(self.executor, getattr(interpreters, "InterpreterPoolExecutor", ())):
+            raise ValueError(
+                "an InterpreterPoolExecutor cannot make batches, since numpy does not load in a "
+                "sub-interpreter; use executor='thread', executor='process' or a "
+                "ProcessPoolExecutor"
+            )
+        if options.is_stream:
+            raise ValueError(
+                "an executor of your own gives a task to any of its workers, but a stream (an "
+                "iterable dataset) is read on by the worker that has begun it; use "
+                "executor='process' or 'thread'"
+            )
+        checks.check_seed_generators(options.seed_generators, self.kind, self.job.dataset)
+
+    @property
+    def kind(self) -> str:
+        return "thread" if isinstance(self.executor, ThreadPoolExecutor) else "foreign"
+
+    @property
+    def start_method(self) -> None:
+        return None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the executor is known to run its tasks on this machine, and each of them once."""
+        return isinstance(self.executor, ProcessPoolExecutor) or _is_of(self.executor, "loky")
+
+    def send_job(self, num_workers: int, seed: int) -> JobFile:
+        sent = super().send_job(num_workers, seed)
+        assert isinstance(sent, JobFile)  # nobody is forked
+        if not self.is_local:
+            self.sender = JobSender(self.executor, sent)
+        return sent
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        super().close()
+
+    def make_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> ForeignPool:
+        assert not isinstance(self.sent, ForkedJob)
+        return ForeignPool(
+            infos=infos,
+            slots=slots,
+            executor=self.executor,
+            owner=self.owner,
+            job=self.job,
+            job_file=self.sent,
+            sender=self.sender,
+        )
