@@ -257,7 +257,8 @@ class InlinePool(Pool):
 
     def _run(self, task: TaskMessage) -> Reply:
         if self._worker is None:
-            self._worker = Worker(self.job, replace(self.infos[0]), InlineEnvironment())
+            environment = InlineEnvironment(is_stream=self.job.options.is_stream)
+            self._worker = Worker(self.job, replace(self.infos[0]), environment)
         return self._worker.run(task)
 
     def replace_workers(self) -> None:

@@ -72,7 +72,7 @@ from minloader._worker.lifetimes import (
     kill_trees,
     reap_orphans,
 )
-from minloader._worker.logs import LogSettings
+from minloader._worker.logs import WorkerLogs
 from minloader._worker.messages import TaskMessage
 from minloader._worker.start import (
     TOKEN,
@@ -513,9 +513,7 @@ class ProcessPool(ServedPool):
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
                 infos=infos,
-                logs=logs.sender,
-                log_settings=LogSettings.of_this_process(),
-                libraries=self._libraries,
+                plugins=[WorkerLogs.to(logs.sender), self._libraries],
             )
             free = []
             if isinstance(self.job, ForkedJob):

@@ -23,11 +23,11 @@ from minloader._memory.files import SlotAddress
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
+from minloader._worker import plugins
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import Usage, WorkerInfo
 from minloader._worker.processor_time import CpuMeter
-from minloader._worker.seeds import BatchKey, seed_globals
-from minloader._worker.torch_conventions import save_with_torch, set_torch_info
+from minloader._worker.seeds import BatchKey, save_globals, seed_globals
 
 
 def _no_beat(task: int, index: int, now: float) -> None:
@@ -104,17 +104,29 @@ class Environment:
 
 
 class InlineEnvironment(Environment):
-    """The calling process, whose global generators are the user's."""
+    """The calling process, whose global generators are the user's.
+
+    Args:
+        is_stream: whether it reads a stream: where that has several shards, torch is told which.
+    """
 
     is_inline: ClassVar[bool] = True
     seeds_globals: ClassVar[bool] = True
 
+    def __init__(self, *, is_stream: bool) -> None:
+        super().__init__()
+        self._torch: Any = None
+        if is_stream:
+            from minloader._worker import torch_conventions
+
+            self._torch = torch_conventions
+
     def save_globals(self) -> Callable[[], None]:
-        return save_with_torch()
+        return save_globals() if self._torch is None else self._torch.save_with_torch()
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:
         if info.num_workers > 1:  # of a stream with several shards, of which it reads one
-            set_torch_info(info)
+            self._torch.set_torch_info(info)
         seed_globals(key)
 
     def ends_program(self, error: BaseException) -> bool:
@@ -181,7 +193,8 @@ class ProcessEnvironment(PackingEnvironment):
         self.memory_at_start = private_memory()
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:
-        set_torch_info(info)
+        for told in plugins.before_batch:
+            told(info)
         seed_globals(key)
 
     def measure(self, seconds: float, *, exactly: bool) -> Usage:

@@ -13,75 +13,65 @@ either side.
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from minloader._memory.pickling import pack, unpack
 from minloader._worker.import_hook import when_imported
+from minloader._worker.plugins import Plugin
 
 
-class LibrarySettings(NamedTuple):
-    """Settings of the thread that starts workers; None of a library that was not imported.
+@dataclass
+class LibrarySettings(Plugin):
+    """Settings of the thread that starts workers, of the libraries that it has imported.
 
     Attributes:
-        recursion_limit: most frames on the interpreter's stack.
-        decimal: all of the context but its flags, by name.
-        numpy: what numpy does on each error of floating point. It warns where the calling process
-            has it call a function (``numpy.seterrcall``), which stays there.
-        torch_dtype: name of torch's default type.
+        calls: what sets them: the module, the name of its function, and the arguments, packed. To
+            unpack these may import the library.
     """
 
-    recursion_limit: int
-    decimal: dict[str, Any] | None
-    numpy: dict[str, str] | None
-    torch_dtype: str | None
+    calls: list[tuple[str, str, bytes]]
 
     @classmethod
     def of_this_thread(cls) -> LibrarySettings:
         """Return those of now."""
-        return cls(
-            recursion_limit=sys.getrecursionlimit(),
-            decimal=_ask("decimal", "getcontext", _decimal_settings),
-            numpy=_ask("numpy", "geterr", _without_handler),
-            torch_dtype=_ask("torch", "get_default_dtype", _name_of_dtype),
-        )
+        calls = []
+        for name, asked, function, form in (
+            ("sys", "getrecursionlimit", "setrecursionlimit", _as_is),
+            ("decimal", "getcontext", "setcontext", _without_flags),
+            ("numpy", "geterr", "seterr", _without_handler),
+            ("torch", "get_default_dtype", "set_default_dtype", _as_is),
+        ):
+            # Another thread may be just importing it.
+            ask: Any = getattr(sys.modules.get(name), asked, None)
+            if ask is not None:
+                calls.append((name, function, pack(form(ask()), down=True)))
+        return cls(calls)
 
-    def apply(self) -> None:
-        """Set them in a worker process; those of a library when it is there."""
-        sys.setrecursionlimit(self.recursion_limit)
-        if self.decimal is not None:
-            when_imported("decimal", self._set_decimal)
-        if self.numpy is not None:
-            when_imported("numpy", self._set_numpy)
-        if self.torch_dtype is not None:
-            when_imported("torch", self._set_torch)
+    def start(self, index: int) -> None:
+        for name, function, args in self.calls:
+            when_imported(name, partial(_call, function, args))
 
-    def _set_decimal(self, decimal: Any) -> None:
-        assert self.decimal is not None
-        decimal.setcontext(decimal.Context(**self.decimal))
-
-    def _set_numpy(self, numpy: Any) -> None:
-        assert self.numpy is not None
-        numpy.seterr(**self.numpy)
-
-    def _set_torch(self, torch: Any) -> None:
-        assert self.torch_dtype is not None
-        torch.set_default_dtype(getattr(torch, self.torch_dtype))
+    def loaded(self) -> None:
+        self.start(0)
 
 
-def _ask(module: str, function: str, form: Any) -> Any:
-    """Ask a library, if it is imported; another thread may be just importing it."""
-    asked = getattr(sys.modules.get(module), function, None)
-    return None if asked is None else form(asked())
+def _call(function: str, args: bytes, module: Any) -> None:
+    getattr(module, function)(*unpack(args))
 
 
-def _without_handler(actions: dict[str, str]) -> dict[str, str]:
-    return {kind: "warn" if how in ("call", "log") else how for kind, how in actions.items()}
+def _as_is(value: Any) -> list[Any]:
+    return [value]
 
 
-def _decimal_settings(context: Any) -> dict[str, Any]:
-    names = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
-    settings = {name: getattr(context, name) for name in names}
-    return {**settings, "traps": [signal for signal, is_set in context.traps.items() if is_set]}
+def _without_flags(context: Any) -> list[Any]:
+    context = context.copy()
+    context.clear_flags()
+    return [context]
 
 
-def _name_of_dtype(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+def _without_handler(actions: dict[str, str]) -> list[Any]:
+    """Have numpy warn where it calls a function (``numpy.seterrcall``), which stays here."""
+    each = [actions[name] for name in ("divide", "over", "under", "invalid")]
+    return [None, *("warn" if how in ("call", "log") else how for how in each)]

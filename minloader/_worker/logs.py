@@ -16,7 +16,10 @@ import pickle
 import socket
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from minloader._worker.plugins import Plugin
 
 PACKET = 64 * 1024
 """Bytes; longer messages are sent in pieces. The system takes at least 200 kB at once, but has to
@@ -52,10 +55,12 @@ class WorkerWarning(NamedTuple):
     line: int
 
 
-class LogSettings(NamedTuple):
-    """How the calling process logs and warns, for workers to leave out what nobody wants.
+@dataclass
+class WorkerLogs(Plugin):
+    """Sends what a worker logs and warns to the parent, without what nobody wants there.
 
     Attributes:
+        connection: leads to the parent; None: each worker logs for itself.
         levels: of the loggers that have one, by name; "" for the root logger.
         others: of all others, which a worker need not have: 0, or that of a logger of another class
             than logging's own. Only the libraries that they are of make such.
@@ -64,14 +69,15 @@ class LogSettings(NamedTuple):
             the first to be asked first. (Others might be of a module that a worker lacks.)
     """
 
+    connection: socket.socket | None
     levels: dict[str, int]
     others: dict[str, int]
     disabled: int
     filters: list[tuple[Any, ...]]
 
     @classmethod
-    def of_this_process(cls) -> LogSettings:
-        """Return those of now."""
+    def to(cls, connection: socket.socket | None) -> WorkerLogs:
+        """Return what has workers log as this process does now."""
         root = logging.getLogger()
         loggers = {"": root, **root.manager.loggerDict}
         levels: dict[str, int] = {}
@@ -86,10 +92,22 @@ class LogSettings(NamedTuple):
             for action, message, category, module, line in list(warnings.filters)
             if getattr(category, "__module__", None) == "builtins"
         ]
-        return cls(levels, others, root.manager.disable, filters)
+        return cls(connection, levels, others, root.manager.disable, filters)
 
-    def set_levels(self) -> None:
-        """Log in this process what that one wants. Again after imports: modules set levels too."""
+    def start(self, index: int) -> None:
+        if self.connection is not None:
+            send_logs(self.connection, index)
+            self._set_levels()
+
+    def loaded(self) -> None:
+        """What the job has imported may have set levels and filters otherwise."""
+        if any(isinstance(each, _LogSender) for each in logging.root.handlers):
+            self._set_levels()
+        warnings.resetwarnings()
+        for action, message, category, module, line in self.filters:
+            warnings.filterwarnings(action, message, category, module, line, append=True)
+
+    def _set_levels(self) -> None:
         logging.disable(self.disabled)
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
@@ -97,12 +115,6 @@ class LogSettings(NamedTuple):
             logger = logging.root.manager.loggerDict.get(name)
             if isinstance(logger, logging.Logger) and logger.level != level:
                 logger.setLevel(level)  # which asks each logger of the process to forget its own
-
-    def set_filters(self) -> None:
-        """Warn in this process as that one does."""
-        warnings.resetwarnings()
-        for action, message, category, module, line in self.filters:
-            warnings.filterwarnings(action, message, category, module, line, append=True)
 
 
 def _text(pattern: Any) -> str:
@@ -168,13 +180,10 @@ class _LogSender(logging.Handler):
             self.release()
 
 
-def send_logs(connection: socket.socket, index: int) -> logging.Handler:
+def send_logs(connection: socket.socket, index: int) -> None:
     """Have all that this worker process logs and warns come out in the parent.
 
     Unless logging is set up in the worker itself: then its handlers have what it logs.
-
-    Returns:
-        What the root logger has as its handler until then.
     """
     sender = _LogSender(connection, index)
     root = logging.getLogger()
@@ -191,4 +200,3 @@ def send_logs(connection: socket.socket, index: int) -> logging.Handler:
 
     logging.basicConfig = set_up
     warnings.showwarning = sender.show_warning  # type: ignore[assignment]  # others call it, too
-    return sender

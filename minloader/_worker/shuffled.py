@@ -26,7 +26,7 @@ from minloader._worker.current import get_worker_info
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import DRAWN, WorkerInfo, begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
-from minloader._worker.torch_conventions import begin_at_state, put_back
+from minloader._worker.stream_reader import begin_at_state, put_back
 
 logger = logging.getLogger("minloader")
 

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from socket import socket
 from typing import Any, NamedTuple
 
 from minloader._checks import refuse_breakpoint
@@ -30,10 +29,8 @@ from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._worker import current
 from minloader._worker.environment import ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
-from minloader._worker.import_hook import ImportClock
-from minloader._worker.library_settings import LibrarySettings
+from minloader._worker.import_hook import ImportClock, when_imported
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
-from minloader._worker.logs import LogSettings, send_logs
 from minloader._worker.main_module import pass_main_on
 from minloader._worker.messages import (
     NOTHING_READ,
@@ -42,10 +39,11 @@ from minloader._worker.messages import (
     Reply,
     TaskMessage,
     WorkerInfo,
+    current_info,
 )
+from minloader._worker.plugins import Plugin, before_batch
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_random_on_first_use
-from minloader._worker.torch_conventions import collate_in_private_memory
 
 logger = logging.getLogger("minloader")
 
@@ -60,18 +58,14 @@ class WorkerSetup(NamedTuple):
         heartbeats: path of the file of heartbeats.
         token: value of the environment variable TOKEN for all that the worker starts.
         infos: what the workers of its pool are told, by their index.
-        logs: leads to where the parent reads what workers log; None if they log for themselves.
-        log_settings: what is to be logged at all.
-        libraries: what the parent has set in libraries.
+        plugins: what hangs on it.
     """
 
     address: JobAddress | ForkedJob
     heartbeats: str
     token: str
     infos: list[WorkerInfo]
-    logs: socket | None
-    log_settings: LogSettings
-    libraries: LibrarySettings
+    plugins: list[Plugin]
 
     def clean_up(self) -> None:
         """Remove files that have names, when the parent was killed."""
@@ -105,21 +99,18 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         # There a fork ends without what was registered with atexit (cpython #83856).
         atexit._clear()  # the parent's
         multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=101)
-    sender = None
-    if setup.logs is not None:
-        sender = send_logs(setup.logs, index)
-        setup.log_settings.set_levels()
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
     pass_main_on()
     try:
+        for plugin in setup.plugins:
+            plugin.start(index)
         # It answers where it is, from now on.
         beat, sample_cell = open_heartbeat(setup.heartbeats, index)
         for name in ("loky.reusable_executor", "joblib.externals.loky.reusable_executor"):
             if name in sys.modules:  # it would reuse an executor whose threads a fork has not
                 importlib.reload(sys.modules[name])
-        setup.libraries.apply()
-        collate_in_private_memory()
+        when_imported("torch.storage", _follow_torch)
         inherited = inheritance.load()
         begin = time.perf_counter()
         modules = set(sys.modules)
@@ -127,11 +118,8 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             job = setup.address.load(inherited=inherited)
         if not info.id:
             _log_long_start(time.perf_counter() - begin, imports.seconds, modules)
-        # What the job has imported may have set all this otherwise.
-        setup.libraries.apply()
-        if sender in logging.root.handlers:
-            setup.log_settings.set_levels()
-        setup.log_settings.set_filters()
+        for plugin in setup.plugins:
+            plugin.loaded()
         seed_random_on_first_use()
         reload = _reloader(setup.address, job, inherited)
         environment = ProcessEnvironment(beat, sample_cell=sample_cell, reload=reload)
@@ -161,6 +149,19 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
         failed_start = Reply(worker=info.id, pid=pid, packed=True, outcomes=[failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+def _follow_torch(storage: Any) -> None:
+    """Keep torch's conventions in this worker process from now on: it has torch."""
+    from minloader._worker import torch_conventions
+
+    torch_conventions.collate_in_private_memory(storage)
+    if torch_conventions.set_torch_info not in before_batch:  # as in a fork of a worker
+        before_batch.append(torch_conventions.set_torch_info)
+    worker = current.process_worker
+    info = current_info.get() if worker is None else worker.info
+    if info is not None:  # in the middle of a batch
+        torch_conventions.set_torch_info(info)
 
 
 def _reloader(address: JobAddress | ForkedJob, job: Job, inherited: Any) -> Callable[[], Any]:

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 from minloader._checks import (
     brief_repr,
     counted,
+    differences,
     has_epochs,
     is_read_once,
     is_stateful,
@@ -37,10 +38,8 @@ from minloader._checks import (
 from minloader._memory.pickling import pack, unpack
 from minloader._sampling.reader import Check, Reader, Source, SourceState
 from minloader._worker.environment import Environment
-from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import Job, Shard, WorkerInfo, begin_batch, ordinal_in_epoch
 from minloader._worker.seeds import BatchKey
-from minloader._worker.torch_conventions import Stream, begin_at_state, number_of, put_back
 
 NOT_LEADING = (
     "those of a shuffled Hugging Face dataset do not: shuffle it with minloader.shuffled instead"
@@ -49,6 +48,41 @@ NOT_LEADING = (
 
 END = object()
 """Stands for a batch where there are no more."""
+
+
+def put_back(stream: Any, state: Any) -> None:
+    """Put a stream back to a state, for the next ``iter``.
+
+    As torchdata's loader, it may have an iterator ready, made to say where it is, which the next
+    ``iter`` returns whatever was loaded. So if loading changes nothing of what it says, it is begun
+    and put back once more.
+    """
+    said = known_state(stream)
+    stream.load_state_dict(copy.deepcopy(state))  # some empty what they are given
+    if said is not None and _says_it_is_at(stream, said):
+        iter(stream)
+        stream.load_state_dict(state)
+
+
+def begin_at_state(stream: Any, state: Any) -> None:
+    """Begin a stream once more that was put back to a state, if it has not gone there.
+
+    Args:
+        stream: one that is its own iterator. As with torchdata's loader, it may go to its state
+            only when ``iter`` begins a pass.
+        state: that was put back.
+    """
+    if _says_it_is_at(stream, state):
+        return
+    iter(stream)
+    if not _says_it_is_at(stream, state):
+        stream.load_state_dict(state)  # what it says is another thing
+
+
+def _says_it_is_at(stream: Any, state: Any) -> bool:
+    """Return whether a stream says that it is at a state, or does not say where it is."""
+    said = known_state(stream)
+    return said is None or not differences(said, state)
 
 
 class Copy(Source):
@@ -98,17 +132,17 @@ class Copy(Source):
         stream = self.items
         told = self._told
         if told is not None and told[0] != pass_number:  # it was left
-            number = number_of(stream.dataset)  # what it was told since counts
+            number = stream.number  # what it was told since counts
             told = None if number is None else (pass_number, told[1], number)
         if told is None and is_inline:
             state = copy.deepcopy(known_state(stream))
-            self._told = pass_number, state, number_of(stream.dataset)
+            self._told = pass_number, state, stream.number
         elif told is not None:
             self._told = told
             _, state, number = told
             if state is not None:
                 put_back(stream, state)
-            if number is not None and number_of(stream.dataset) != number:
+            if number is not None and stream.number != number:
                 stream.dataset.set_epoch(number)
 
     def iterate(self, epoch: int) -> Any:
@@ -139,7 +173,7 @@ class Copy(Source):
     @property
     def _stream(self) -> Any:
         """The user's stream, which a shuffled one reads."""
-        stream = self.items.dataset if type(self.items) is Stream else self.items
+        stream = self.items.dataset if getattr(type(self.items), "wraps", False) else self.items
         return getattr(stream, "stream", stream)
 
     def _is_stream(self, iterator: Any) -> bool:
@@ -169,12 +203,15 @@ class ShardReader(Reader):
     def __init__(
         self, copy: Copy, job: Job, shard: Shard, epoch: int, environment: Environment
     ) -> None:
+        from minloader._worker.fingerprint import fingerprint  # other datasets need none
+
         known = SourceState(shard.at, shard.state)
         super().__init__(copy, epoch, known, first=shard.at, pass_number=shard.pass_number)
         self.keeps_last = environment.is_inline
         self.first = shard.first
         self.last_fingerprint: int | None = None
         self.is_other = False
+        self._fingerprint = fingerprint
         self._job = job
         self._size = job.options.batch_size or 1
         self._environment = environment
@@ -256,7 +293,7 @@ class ShardReader(Reader):
             raise
         if not batches:
             return END
-        self.last_fingerprint = fingerprint(batches[0])
+        self.last_fingerprint = self._fingerprint(batches[0])
         return batches[0]
 
     def _ends_program(self, error: BaseException) -> bool:
@@ -273,7 +310,7 @@ class ShardReader(Reader):
         return batches, is_end
 
     def digest(self, ordinal: int, item: Any) -> Any:
-        return fingerprint(item)
+        return self._fingerprint(item)
 
     def _misfit(self, ordinal: int, *item: Any) -> RuntimeError:
         what = "given other samples" if item else f"ended after {counted(ordinal, 'batch')}"

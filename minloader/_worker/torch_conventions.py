@@ -1,6 +1,7 @@
 """Follow torch's conventions without torch: what workers of ``minloader.torch.DataLoader`` run.
 
-All of this runs in a worker process (with ``num_workers=0`` in the calling process). A worker
+All of this runs in a worker process (with ``num_workers=0`` in the calling process), where it is
+loaded with a job of such a loader, or as soon as something imports torch (``start.py``). A worker
 imports torch only if the dataset does. What is to be a tensor in a batch is a numpy array here,
 made in the slot of the batch and marked by a ``CollatedLeaf`` (``_sampling/torch_collate.py``); it
 arrives in the parent as a tensor over the same memory.
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from minloader._checks import differences, has_epochs, known_state
+from minloader._checks import has_epochs
 from minloader._errors import SKIP
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
@@ -96,41 +97,6 @@ class WorkerInit:
             )
 
 
-def put_back(stream: Any, state: Any) -> None:
-    """Put a stream back to a state, for the next ``iter``.
-
-    As torchdata's loader, it may have an iterator ready, made to say where it is, which the next
-    ``iter`` returns whatever was loaded. So if loading changes nothing of what it says, it is begun
-    and put back once more.
-    """
-    said = known_state(stream)
-    stream.load_state_dict(copy.deepcopy(state))  # some empty what they are given
-    if said is not None and _says_it_is_at(stream, said):
-        iter(stream)
-        stream.load_state_dict(state)
-
-
-def begin_at_state(stream: Any, state: Any) -> None:
-    """Begin a stream once more that was put back to a state, if it has not gone there.
-
-    Args:
-        stream: one that is its own iterator. As with torchdata's loader, it may go to its state
-            only when ``iter`` begins a pass.
-        state: that was put back.
-    """
-    if _says_it_is_at(stream, state):
-        return
-    iter(stream)
-    if not _says_it_is_at(stream, state):
-        stream.load_state_dict(state)  # what it says is another thing
-
-
-def _says_it_is_at(stream: Any, state: Any) -> bool:
-    """Return whether a stream says that it is at a state, or does not say where it is."""
-    said = known_state(stream)
-    return said is None or not differences(said, state)
-
-
 def number_of(told: Any) -> int | None:
     """Return the number of its epoch that a sampler, or a stream, shows; None: it shows none."""
     if not has_epochs(told):
@@ -155,12 +121,20 @@ class Stream:
     Attributes:
         is_told: whether the user tells it the epochs. Then it begins each as it is, and states are
             put back within an epoch alone: one from the end of an epoch would be of that.
+        wraps: tells who reads it that the user's stream is inside.
     """
+
+    wraps = True
 
     def __init__(self, dataset: Any, *, read_once: bool) -> None:
         self.dataset = dataset
         self.read_once = read_once
         self.is_told = has_epochs(dataset)
+
+    @property
+    def number(self) -> int | None:
+        """The number of the epoch that the dataset shows; None: it shows none."""
+        return number_of(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
@@ -226,18 +200,18 @@ def _write_worker_info(module: ModuleType) -> None:
     )
 
 
-def collate_in_private_memory() -> None:
+def collate_in_private_memory(storage: Any) -> None:
     """Have torch's own ``default_collate``, and PyG's, use ordinary memory in this worker process.
 
     In a worker it puts batches where torch's loader would share them, in ``/dev/shm``: one that is
     small, as in a container, ends the worker with a bus error. From here they go by a slot.
+
+    Args:
+        storage: the module ``torch.storage``.
     """
-    when_imported("torch.storage", _replace_new_shared)
 
-
-def _replace_new_shared(module: Any) -> None:
     # Those with a type are made of it.
     def new_private(cls: Any, size: int, *, device: Any = "cpu") -> Any:
         return cls(size, device=device)
 
-    module.UntypedStorage._new_shared = classmethod(new_private)
+    storage.UntypedStorage._new_shared = classmethod(new_private)

@@ -46,6 +46,7 @@ from minloader._worker import torch_conventions as conventions
 from minloader._worker.batch_maker import OnSampleError
 from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import shuffled
+from minloader._worker.stream_reader import put_back
 from minloader.torch.device import can_pin, check_pinning, pin
 from minloader.torch.order import EpochOrder, Items, Order, Start, draw_seed
 
@@ -699,7 +700,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         for stream in state.get("stream", ()):
             match stream["shards"]:
                 case [{"at": 0, "state": {"dataset": known}}] if has_epochs(self.dataset):
-                    conventions.put_back(self.dataset, known)
+                    put_back(self.dataset, known)
 
     def _read_state(self, state: Any) -> dict[str, Any]:
         """Return a copy of the part of a state that is for this loader, or refuse it."""
