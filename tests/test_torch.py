@@ -613,6 +613,11 @@ def test_torchs_worker_info_in_workers_of_a_loader():
             assert sorted(int(each[0]) for each in loader) == list(range(11))
     with Loader(Whereabouts(8), range(8), num_workers=1, mp_context="fork") as loader:
         assert all(each[:2] == (0, 1) and each[3] for each in loader)
+    # The batch that imports torch is told, too.
+    with Loader(Whereabouts(3), range(3), num_workers=1) as loader:
+        assert [(*each[:2], *each[3:6]) for each in loader] == [
+            (0, 1, True, -1, imported) for imported in (False, True, True)
+        ]
 
 
 # --- streams
