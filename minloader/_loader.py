@@ -111,7 +111,8 @@ class Loader(Generic[B]):
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
             between batches (all workers are, together). Tiny batches then travel one by one. None:
             no limit.
-        trace: file to write a timeline to while the loader lives, see :meth:`trace`.
+        trace: file to write a timeline to while the loader lives, see :meth:`trace`. Worker
+            processes then measure what they compute, too, for :attr:`stats`.
 
     Raises:
         TypeError: an argument is of the wrong kind, or cannot be sent to the workers.
@@ -231,6 +232,9 @@ class Loader(Generic[B]):
         self._course = Course(self._shared, self.sampler, is_own=sampler is None)
         self._end = self._finalizer(self._shared.counters)
         if trace is not None:
+            from minloader._worker.processor_time import ProcessorTime  # as the doctor has
+
+            factory.plugins.append(ProcessorTime())
             try:
                 self._shared.counters.file = _open_trace(trace)
             except BaseException:

@@ -23,7 +23,7 @@ import pytest
 from conftest import eventually, printed_by, python, variants
 
 from minloader import Loader
-from minloader._worker.import_hook import ImportClock
+from minloader._worker.long_start import ImportClock
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -454,17 +454,19 @@ def test_logging_that_is_set_up_in_the_worker(dataset, init, capfd, caplog):
     ],
 )
 def test_a_long_start_is_explained(source, n, what, tmp_path):
-    """Once, whatever the number of workers, by what takes the time. Here it is short."""
+    """For the doctor, once, whatever the number of workers. Here it is short."""
     name = "hefty" if source else "hefty_list"
     (tmp_path / f"{name}.py").write_text(source)
     program = f"""
     import sys
     from minloader import Loader, get_worker_info
+    from minloader._diagnosis.inspect import inspect
+    from minloader._worker.long_start import LongStart
     sys.path.insert(0, {str(tmp_path)!r})
 
     def load():
-        from minloader._worker import start
-        start.LONG_START = 0.0
+        from minloader._worker import long_start
+        long_start.LONG_START = 0.0
         import {name}
 
     class Imports:
@@ -474,6 +476,7 @@ def test_a_long_start_is_explained(source, n, what, tmp_path):
     dataset, answered = [Imports(), *map(str, range({n})), 0], set()
     worker = lambda sample: get_worker_info().id
     with Loader(dataset, [-1, -1], num_workers=2, transform=worker) as loader:
+        inspect(loader).group.factory.plugins.append(LongStart())
         while len(answered) < 2:  # one may have made all batches before the other was ready
             answered.update(loader)
     """
@@ -491,7 +494,7 @@ def test_imports_from_an_archive_are_left_alone(tmp_path):
     program = """
 import sys
 from importlib import import_module
-from minloader._worker.import_hook import ImportClock
+from minloader._worker.long_start import ImportClock
 sys.path.insert(0, "archive.zip")
 with ImportClock() as clock:
     modules = [import_module(f"archived_{n}") for n in range(3)]

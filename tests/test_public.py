@@ -190,6 +190,8 @@ HANGING = {
     "_foreign": "Loader(loaded, [0], executor=ThreadPoolExecutor(1))",
     "_worker.torch_conventions": "Loader(with_torch, [0])",
     "_worker.fingerprint": "Loader(Stream())",
+    "_worker.processor_time": "Loader(loaded, [0], trace='trace.json')",
+    "_worker.long_start": "examined()",
 }
 """What is not of the core, and a loader that has it loaded, here or in the worker."""
 
@@ -208,6 +210,13 @@ def with_torch(item):
     return loaded(item)
 
 
+def examined():
+    from minloader._diagnosis.trials import run
+    with Loader(loaded, [0] * 9) as loader:
+        run(loader, 0.01, 0.0)
+        return list(loader)
+
+
 class Stream:
     def __iter__(self):
         yield 0
@@ -223,11 +232,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("name", HANGING)
-def test_what_hangs_on_the_core_is_loaded_when_it_is_asked_for(name):
+def test_what_hangs_on_the_core_is_loaded_when_it_is_asked_for(name, tmp_path):
     if "torch" in name:
         require("torch")
     asked = f"    print(*list({HANGING[name]})[-1], *loaded(None))"
-    *without, last = printed_by(WITHOUT + asked).splitlines()
+    *without, last = printed_by(WITHOUT + asked, cwd=tmp_path).splitlines()
     assert len(without) == 4
     assert not [line for line in without if f"minloader.{name}" in line]
     assert f"minloader.{name}" in last

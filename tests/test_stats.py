@@ -452,6 +452,13 @@ def burn(seconds):
         pass
 
 
+def measuring(*args, **options):
+    """A loader whose workers measure how they spend their time."""
+    loader = Loader(*args, **options)
+    inspect(loader).group.factory.plugins.append(processor_time.ProcessorTime())
+    return loader
+
+
 BURN = "import time\nwhile time.process_time() < 0.1: pass"
 
 
@@ -472,7 +479,7 @@ class Burning:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "ended"])
 def test_what_programs_compute_counts_as_computing(where):
-    with Loader(Burning(where), range(10), num_workers=1) as loader:
+    with measuring(Burning(where), range(10), num_workers=1) as loader:
         stats = run(loader)
     assert stats.workers.computing >= 0.5  # of 1 s: all but that of the last samples
     assert "\ncomputing " in str(stats)
@@ -483,14 +490,14 @@ def test_waiting_for_a_processor_is_not_waiting_for_files():
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        with Loader(Burning("here"), range(12), num_workers=2) as loader:
+        with measuring(Burning("here"), range(12), num_workers=2) as loader:
             stats = run(loader)
     finally:
         os.sched_setaffinity(0, before)
     assert stats.workers.queued > max(0.2 * stats.workers.computing, 2 * stats.workers.asleep), str(
         stats
     )
-    with Loader(Sleepy(seconds=0.2), num_workers=2) as loader:
+    with measuring(Sleepy(seconds=0.2), num_workers=2) as loader:
         stats = run(loader)
     assert stats.workers.asleep > 2 * (stats.workers.computing + stats.workers.queued), str(stats)
 
@@ -498,8 +505,18 @@ def test_waiting_for_a_processor_is_not_waiting_for_files():
 @pytest.mark.slow
 def test_what_comes_before_the_first_batch_is_not_computed_for_it():
     init = lambda info: burn(1.0)  # noqa: E731
-    with Loader(Sleepy(5), num_workers=1, worker_init_fn=init) as loader:
+    with measuring(Sleepy(5), num_workers=1, worker_init_fn=init) as loader:
         assert run(loader).workers.computing < 1.0
+
+
+@pytest.mark.parametrize("traces", [False, True])
+def test_processor_time_is_measured_for_who_asks(traces, tmp_path):
+    """By a trace, or by the doctor."""
+    options = {"trace": tmp_path / "trace.json"} if traces else {}
+    with Loader(Sleepy(3), num_workers=1, **options) as loader:
+        stats = run(loader)
+    assert bool(stats.workers.measured) == ("computing" in str(stats)) == traces
+    assert bool(stats.memory.workers)
 
 
 def test_threads_are_not_told_apart():
@@ -525,20 +542,19 @@ def test_what_a_meter_tells(monkeypatch):
     set_to([9, 0, 0, 0], main=(9, 1))
     meter = processor_time.CpuMeter()
     set_to([10, 0, 0, 0], main=(10, 2))
-    assert meter.add(100) == (1, 1, 98)
+    assert meter.measure(100) == (1, 1, 98)
 
     # A child has ended, with three seconds. How long it waited nobody knows: as long as we did.
     set_to([11, 0, 2, 1], main=(11, 3))
-    assert meter.add(100) == (4, 4, 92)
+    assert meter.measure(100) == (4, 4, 92)
 
     # It cannot have waited longer than it took.
     set_to([11, 0, 92, 1], main=(11.1, 4))
-    assert meter.add(100) == (90, 10, 0)
+    assert meter.measure(100) == (90, 10, 0)
 
     # Two threads at once.
     set_to([151, 0, 92, 1], main=(81.1, 44), other=(70, 40))
-    assert meter.add(100) == (140, 80, 0)
-    assert meter.add(0) is None
+    assert meter.measure(100) == (140, 80, 0)
 
 
 def test_where_there_are_no_such_files(monkeypatch, tmp_path):
@@ -547,7 +563,7 @@ def test_where_there_are_no_such_files(monkeypatch, tmp_path):
     (tmp_path / "1").mkdir()  # a thread that has just ended
     assert times(str(tmp_path)) == {}
     monkeypatch.setattr(processor_time, "thread_times", partial(times, str(tmp_path)))
-    assert processor_time.CpuMeter().add(100) is None
+    assert processor_time.CpuMeter().measure(100) is None
 
 
 def test_what_no_descriptor_is_left_for_is_not_told():
@@ -557,7 +573,7 @@ def test_what_no_descriptor_is_left_for_is_not_told():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        told = meter.add(100)
+        told = meter.measure(100)
         lifetimes.kill_descendants()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

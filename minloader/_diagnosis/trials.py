@@ -14,6 +14,8 @@ from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.stats import Stats
 from minloader._loader import Loader
+from minloader._worker.long_start import LongStart
+from minloader._worker.processor_time import ProcessorTime
 
 logger = logging.getLogger("minloader")
 
@@ -112,6 +114,7 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         ValueError: an epoch has no batches.
         Exception: the loader raised it.
     """
+    inspect(loader).group.factory.plugins += [ProcessorTime(), LongStart()]
     begin = 0.0
     before = Stats()
     looks: list[tuple[float, int]] = []

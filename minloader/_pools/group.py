@@ -26,6 +26,7 @@ from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
 from minloader._worker.messages import Job, WorkerInfo
+from minloader._worker.plugins import Plugin
 
 logger = logging.getLogger("minloader")
 
@@ -232,6 +233,7 @@ class PoolFactory:
         budget: most bytes of shared memory; None for a share of what is free, 0 for none.
         timeout: seconds that a batch may take.
         sent: the job, as workers get it; None before any needs it.
+        plugins: what hangs on the worker processes that are started from now on.
     """
 
     job: Job
@@ -240,6 +242,7 @@ class PoolFactory:
     budget: int | None
     timeout: float | None
     sent: JobFile | ForkedJob | None = None
+    plugins: list[Plugin] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -280,7 +283,12 @@ class PoolFactory:
         if self.sent is None:
             return ThreadPool(infos=infos, job=self.job)
         return ProcessPool(
-            infos=infos, slots=slots, job=self.sent, context=self.context, timeout=self.timeout
+            infos=infos,
+            slots=slots,
+            job=self.sent,
+            context=self.context,
+            timeout=self.timeout,
+            plugins=self.plugins,
         )
 
     def send_job(self, num_workers: int, seed: int) -> JobFile | ForkedJob:

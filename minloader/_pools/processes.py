@@ -74,6 +74,7 @@ from minloader._worker.lifetimes import (
 )
 from minloader._worker.logs import WorkerLogs
 from minloader._worker.messages import TaskMessage
+from minloader._worker.plugins import Plugin
 from minloader._worker.start import (
     TOKEN,
     WorkerSetup,
@@ -460,10 +461,12 @@ class ProcessPool(ServedPool):
         job: what the workers work on, serialized once for all of them, or to be had by fork.
         context: how to start them.
         timeout: seconds that a batch may take.
+        plugins: what else hangs on the workers.
     """
 
     job: JobFile | ForkedJob
     context: BaseContext
+    plugins: list[Plugin]
     timeout: float | None = None
     replaces: ClassVar[bool] = True
 
@@ -513,7 +516,7 @@ class ProcessPool(ServedPool):
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
                 infos=infos,
-                plugins=[WorkerLogs.to(logs.sender), self._libraries],
+                plugins=[WorkerLogs.to(logs.sender), self._libraries, *self.plugins],
             )
             free = []
             if isinstance(self.job, ForkedJob):

@@ -14,6 +14,7 @@ for its items, which are packed since nobody knows where they go.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -26,8 +27,10 @@ from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import plugins
 from minloader._worker.heartbeat import Beat
 from minloader._worker.messages import Usage, WorkerInfo
-from minloader._worker.processor_time import CpuMeter
 from minloader._worker.seeds import BatchKey, save_globals, seed_globals
+
+COST = 0.002
+"""Most of a worker's time that measuring may take. With many threads it is slow."""
 
 
 def _no_beat(task: int, index: int, now: float) -> None:
@@ -185,12 +188,8 @@ class ProcessEnvironment(PackingEnvironment):
         self.sample_cell = sample_cell
         self.reload = reload
         self.memory_at_start = 0
-        self._meter: CpuMeter | None = None
-
-    def begin_measuring(self) -> None:
-        """Measure from now on: what it took to get here is not the batches'."""
-        self._meter = CpuMeter()
-        self.memory_at_start = private_memory()
+        self._work = 0.0  # seconds since it measured last
+        self._due = 0.0  # how many of these must pass before it measures again
 
     def enter(self, info: WorkerInfo, key: BatchKey) -> None:
         for told in plugins.before_batch:
@@ -198,11 +197,15 @@ class ProcessEnvironment(PackingEnvironment):
         seed_globals(key)
 
     def measure(self, seconds: float, *, exactly: bool) -> Usage:
-        assert self._meter is not None
-        processor = self._meter.add(seconds)
-        is_due = processor is not None or exactly
-        return Usage(
-            memory=private_memory() if is_due else 0,
+        self._work += seconds
+        if self._work < self._due and not exactly:
+            return Usage(memory_at_start=self.memory_at_start)
+        begin = time.thread_time()  # a busy machine may take the processor away meanwhile
+        usage = Usage(
+            memory=private_memory(),
             memory_at_start=self.memory_at_start,
-            processor=processor,
+            processor=next((ask(self._work) for ask in plugins.after_batch), None),
         )
+        self._work = 0.0
+        self._due = (time.thread_time() - begin) / COST
+        return usage

@@ -1,4 +1,4 @@
-"""Call a function as soon as a module has been imported; and measure what imports take.
+"""Call a function as soon as a module has been imported.
 
 A dataset may be the first to import torch, in the middle of a batch. What concerns torch, such as
 its seed for this batch, must then be done before the dataset goes on. Importing torch for this
@@ -8,15 +8,8 @@ purpose would cost every worker seconds and hundreds of megabytes, so we wait fo
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
-from importlib.machinery import (
-    ExtensionFileLoader,
-    ModuleSpec,
-    PathFinder,
-    SourceFileLoader,
-    SourcelessFileLoader,
-)
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -83,53 +76,3 @@ class _Finder:
 
 
 _finder = _Finder()
-
-
-class ImportClock:
-    """A finder in ``sys.meta_path`` that finds nothing by itself, and measures, while it is there.
-
-    Attributes:
-        seconds: that modules took to be found and executed, with those that they import. Those
-            that lie in files of their own are measured.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._is_inside = False  # an import, which counts as a whole
-
-    def __enter__(self) -> ImportClock:
-        # Now: where imports are lazy, to look these up later would be an import within an import.
-        self._of_one_module = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
-        sys.meta_path.insert(0, self)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        sys.meta_path = [each for each in sys.meta_path if each is not self]
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: Any = None
-    ) -> ModuleSpec | None:
-        if self._is_inside:
-            return None
-        begin = time.perf_counter()
-        others = [each for each in sys.meta_path if each is not self]
-        # Python passes over those that have no such method.
-        methods = (finder.find_spec for finder in others if hasattr(finder, "find_spec"))
-        specs = (find_spec(fullname, path, target) for find_spec in methods)
-        spec = next((spec for spec in specs if spec is not None), None)
-        # Others may be loaders of many modules, as that of a zip archive is, and no object of ours
-        # to change. What is built in has a class for a loader, and takes no time.
-        if spec is None or not isinstance(spec.loader, self._of_one_module):
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_count(module: ModuleType) -> None:
-            self._is_inside = True
-            try:
-                execute(module)
-            finally:
-                self._is_inside = False
-                self.seconds += time.perf_counter() - begin
-
-        spec.loader.exec_module = execute_and_count  # type: ignore[method-assign]
-        return spec

@@ -19,6 +19,7 @@ from typing import Any
 
 from minloader._memory.pickling import pack, unpack
 from minloader._worker.import_hook import when_imported
+from minloader._worker.messages import WorkerInfo
 from minloader._worker.plugins import Plugin
 
 
@@ -49,12 +50,12 @@ class LibrarySettings(Plugin):
                 calls.append((name, function, pack(form(ask()), down=True)))
         return cls(calls)
 
-    def start(self, index: int) -> None:
-        for name, function, args in self.calls:
-            when_imported(name, partial(_call, function, args))
+    def start(self, info: WorkerInfo) -> None:
+        self.loaded()
 
     def loaded(self) -> None:
-        self.start(0)
+        for name, function, args in self.calls:
+            when_imported(name, partial(_call, function, args))
 
 
 def _call(function: str, args: bytes, module: Any) -> None:

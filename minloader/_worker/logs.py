@@ -19,6 +19,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from minloader._worker.messages import WorkerInfo
 from minloader._worker.plugins import Plugin
 
 PACKET = 64 * 1024
@@ -26,7 +27,7 @@ PACKET = 64 * 1024
 find them in one piece of its memory."""
 
 HEAD = 3
-"""Bytes before a piece: two for the worker's index, and whether the piece is the message's last."""
+"""Bytes before a piece: two for the worker's id, and whether the piece is the message's last."""
 
 
 said: dict[str, object] = {}
@@ -94,9 +95,9 @@ class WorkerLogs(Plugin):
         ]
         return cls(connection, levels, others, root.manager.disable, filters)
 
-    def start(self, index: int) -> None:
+    def start(self, info: WorkerInfo) -> None:
         if self.connection is not None:
-            send_logs(self.connection, index)
+            send_logs(self.connection, info.id)
             self._set_levels()
 
     def loaded(self) -> None:
@@ -126,13 +127,13 @@ class _LogSender(logging.Handler):
 
     Args:
         connection: leads to the parent.
-        index: of the worker in its executor.
+        id: of the worker.
     """
 
-    def __init__(self, connection: socket.socket, index: int) -> None:
+    def __init__(self, connection: socket.socket, id: int) -> None:
         super().__init__()
         self._connection = connection
-        self._index = index.to_bytes(2, "little")
+        self._worker = id.to_bytes(2, "little")
         self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -171,7 +172,7 @@ class _LogSender(logging.Handler):
         try:
             for start in range(0, len(data), PACKET):
                 piece = data[start : start + PACKET]
-                head = self._index + bytes([start + PACKET >= len(data)])
+                head = self._worker + bytes([start + PACKET >= len(data)])
                 self._connection.sendall(head + piece)
             return True
         except OSError:  # the parent has ended, and we are about to
@@ -180,12 +181,12 @@ class _LogSender(logging.Handler):
             self.release()
 
 
-def send_logs(connection: socket.socket, index: int) -> None:
+def send_logs(connection: socket.socket, id: int) -> None:
     """Have all that this worker process logs and warns come out in the parent.
 
     Unless logging is set up in the worker itself: then its handlers have what it logs.
     """
-    sender = _LogSender(connection, index)
+    sender = _LogSender(connection, id)
     root = logging.getLogger()
     for each in (root, *root.manager.loggerDict.values()):
         if isinstance(each, logging.Logger):

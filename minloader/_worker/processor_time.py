@@ -8,14 +8,10 @@ the worker started is counted when it has ended. Where there is no ``/proc``, no
 
 from __future__ import annotations
 
-import math
 import os
-import time
 
 from minloader._memory.limits import names, words
-
-COST = 0.002
-"""Most of a worker's time that the reading may take. With many threads it is slow."""
+from minloader._worker.plugins import Plugin, after_batch
 
 
 def thread_times(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
@@ -24,41 +20,40 @@ def thread_times(folder: str = "/proc/self/task") -> dict[str, tuple[int, int]]:
     return {thread: (int(line[0]), int(line[1])) for thread, line in lines if line}
 
 
+class ProcessorTime(Plugin):
+    """Measures how a worker process spends the time that its batches take."""
+
+    def ready(self) -> None:
+        after_batch.append(CpuMeter().measure)
+
+
 class CpuMeter:
-    """Measures now and then how a worker process spent the time that its batches took."""
+    """Measures from when it is made."""
 
     def __init__(self) -> None:
         self._computed = 0.0
         self._threads: dict[str, tuple[int, int]] = {}
-        self._work = 0.0  # seconds since it measured last
-        self._due = 0.0  # how many of these must pass before it measures again
-        self._measure()
+        self.measure(0.0)
 
-    def add(self, seconds: float) -> tuple[float, float, float] | None:
-        """Count the time of a task.
+    def measure(self, work: float) -> tuple[float, float, float] | None:
+        """Return how time was spent since this was called last.
+
+        Args:
+            work: seconds that tasks took since then.
 
         Returns:
-            Of all seconds counted since it measured last: those of computing, those of waiting
-            for a processor, and the others. None: not this time. With threads or programs beside
-            each other the first two may be more than all.
+            Of these: those of computing, those of waiting for a processor, and the others. None: it
+            is not known. With threads or programs beside each other the first two may be more than
+            all.
         """
-        self._work += seconds
-        return self._measure() if self._work >= self._due else None
-
-    def _measure(self) -> tuple[float, float, float] | None:
         former = self._computed
         before = self._threads
-        work = self._work
-        begin = time.thread_time()  # a busy machine may take the processor away meanwhile
         computed = sum(os.times()[:4])
         threads = thread_times()
         if not threads:
-            self._due = math.inf
             return None
         self._computed = computed
         self._threads = threads
-        self._work = 0.0
-        self._due = (time.thread_time() - begin) / COST
         computing = max(0.0, computed - former)
         spent = [
             now - then

@@ -18,7 +18,6 @@ import multiprocessing.util
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,10 +25,11 @@ from minloader._checks import refuse_breakpoint
 from minloader._memory.files import unlink
 from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
+from minloader._memory.limits import private_memory
 from minloader._worker import current
 from minloader._worker.environment import ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
-from minloader._worker.import_hook import ImportClock, when_imported
+from minloader._worker.import_hook import when_imported
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
 from minloader._worker.main_module import pass_main_on
 from minloader._worker.messages import (
@@ -104,7 +104,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
     pass_main_on()
     try:
         for plugin in setup.plugins:
-            plugin.start(index)
+            plugin.start(info)
         # It answers where it is, from now on.
         beat, sample_cell = open_heartbeat(setup.heartbeats, index)
         for name in ("loky.reusable_executor", "joblib.externals.loky.reusable_executor"):
@@ -112,20 +112,16 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
                 importlib.reload(sys.modules[name])
         when_imported("torch.storage", _follow_torch)
         inherited = inheritance.load()
-        begin = time.perf_counter()
-        modules = set(sys.modules)
-        with ImportClock() as imports:
-            job = setup.address.load(inherited=inherited)
-        if not info.id:
-            _log_long_start(time.perf_counter() - begin, imports.seconds, modules)
+        job = setup.address.load(inherited=inherited)
         for plugin in setup.plugins:
             plugin.loaded()
         seed_random_on_first_use()
         reload = _reloader(setup.address, job, inherited)
         environment = ProcessEnvironment(beat, sample_cell=sample_cell, reload=reload)
         worker = Worker(job, info, environment)
-        environment.begin_measuring()
-        taken = environment.memory_at_start
+        for plugin in setup.plugins:
+            plugin.ready()
+        taken = environment.memory_at_start = private_memory()
         current.process_worker = worker
         # Before what it has started is killed: the stream may need that to end.
         multiprocessing.util.Finalize(None, worker.readers.close, exitpriority=150)
@@ -214,46 +210,6 @@ class _DatasetCopies:
                 "persistent_workers=False starts new workers for each epoch)"
             ) from self._error
         return self._file.address.load(inherited=self._file.inherited)
-
-
-LONG_START = 3.0
-"""Seconds that the job may take to be loaded before the log says so."""
-
-
-def _log_long_start(seconds: float, importing: float, before: set[str]) -> None:
-    """Say in the log what a long start took, and which argument makes it shorter.
-
-    Not if the worker waited for a processor, or a disk, for longer than it computed.
-
-    Args:
-        seconds: what it took to load the job.
-        importing: of these, what imports took.
-        before: names of the modules that were there before.
-    """
-    if seconds < LONG_START or time.process_time() < LONG_START / 2:
-        return
-    packages = Counter(name.partition(".")[0] for name in sys.modules.keys() - before)
-    found = [name for name, _ in packages.most_common() if name not in sys.stdlib_module_names]
-    names = f" ({', '.join(found[:5])})" if found else ""  # the largest first
-    if importing > seconds / 2:
-        advice = (
-            "mp_context='forkserver' (of minloader.torch.DataLoader: multiprocessing_context) "
-            "imports once for all workers, and 'fork' not at all"
-        )
-    else:
-        advice = (
-            "keep long lists and dicts of Python objects in a minloader.SharedList, and what is "
-            "large in arrays"
-        )
-    logger.warning(
-        "a worker took %.1f s to load the dataset, as each one does: %.1f s for imports%s, and "
-        "%.1f s to unpickle it; %s",
-        seconds,
-        importing,
-        names,
-        seconds - importing,
-        advice,
-    )
 
 
 def refuse_avalanche() -> None:
