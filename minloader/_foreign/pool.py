@@ -33,7 +33,7 @@ from minloader._memory.slots import Slots
 from minloader._pools.group import PoolFactory
 from minloader._pools.served import ServedPool, follow
 from minloader._pools.ticket import Ticket
-from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
+from minloader._worker.messages import Reply, TaskMessage, WorkerInfo
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -101,42 +101,36 @@ class ForeignPool(ServedPool):
     """Makes batches in an executor that the user brought, and will shut down.
 
     Args:
-        executor: runs the tasks; as many at once as the user says.
-        owner: process that made the executor; in a fork of it nothing would ever run.
-        job: what workers in this process use as it is.
-        job_file: what others load; None if the executor has no others.
-        sender: sends it to those that do not find it; None if all are on this machine.
+        factory: what made it has the executor, and the job.
     """
 
-    executor: Executor
-    owner: int
-    job: Job
-    job_file: JobFile | None
-    sender: JobSender | None
+    factory: ForeignPoolFactory
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        file = self.job_file
+        job = self.factory.sent
+        assert not isinstance(job, ForkedJob)
         self._reference = JobReference(
-            mark=secrets.token_hex(8) if file is None else file.mark,
+            mark=secrets.token_hex(8) if job is None else job.mark,
             num_workers=self.num_workers,
             seed=self.infos[0].seed,
             versions=versions(),
-            address=None if file is None else file.address,
-            may_be_remote=self.sender is not None,
+            address=None if job is None else job.address,
+            may_be_remote=self.factory.sender is not None,
         )
-        self._job = keep_here(self._reference.mark, self.job)
+        self._job = keep_here(self._reference.mark, self.factory.job)
         self._unfinished: dict[int, Ticket] = {}
         self._options: dict[str, Any] = {}
-        if _is_of(self.executor, "distributed"):
+        if _is_of(self.factory.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
     def _begin(self) -> None:
-        if os.getpid() != self.owner:
+        owner = self.factory.owner
+        if os.getpid() != owner:  # in a fork nothing would ever run
             raise RuntimeError(
-                f"executor belongs to process {self.owner}, of which this one is a fork; make "
-                "the Loader and its executor here"
+                f"executor belongs to process {owner}, of which this one is a fork; make the "
+                "Loader and its executor here"
             )
         super()._begin()
 
@@ -144,14 +138,15 @@ class ForeignPool(ServedPool):
         if self.closed:
             raise RuntimeError("the pool is closed")
         reference = self._reference._replace(num_workers=self.num_workers)
-        job, options = ([], {}) if self.sender is None else self.sender.attach()
+        sender = self.factory.sender
+        job, options = ([], {}) if sender is None else sender.attach()
         task = task._replace(slot=ticket.borrow(self.slots))
         # Of a reply, or of JobMissing.
-        sent: Future[Any] = self.executor.submit(
+        sent: Future[Any] = self.factory.executor.submit(
             run_task, reference, task, *job, **self._options | options
         )
-        if self.sender is not None:
-            sent.add_done_callback(self.sender.look)  # before whoever sends the task again
+        if sender is not None:
+            sent.add_done_callback(sender.look)  # before whoever sends the task again
         follow(sent, ticket, task.id, self._unfinished, None)
 
     def end_all(self) -> None:
@@ -225,13 +220,4 @@ class ForeignPoolFactory(PoolFactory):
         super().close()
 
     def make_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> ForeignPool:
-        assert not isinstance(self.sent, ForkedJob)
-        return ForeignPool(
-            infos=infos,
-            slots=slots,
-            executor=self.executor,
-            owner=self.owner,
-            job=self.job,
-            job_file=self.sent,
-            sender=self.sender,
-        )
+        return ForeignPool(infos=infos, slots=slots, factory=self)
