@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minloader._errors import WorkerDied as WorkerDied
     from minloader._loader import Loader as Loader
     from minloader._memory.cache import cached as cached
+    from minloader._memory.reducers import register_reducer as register_reducer
     from minloader._memory.shared_list import SharedList as SharedList
     from minloader._memory.slot_writer import empty as empty
     from minloader._prefetch import prefetch as prefetch
@@ -51,6 +52,7 @@ _MODULES = {
     "_errors": "SKIP BatchError BatchTimeout MinloaderError TransportError WorkerDied",
     "_loader": "Loader",
     "_memory.cache": "cached",
+    "_memory.reducers": "register_reducer",
     "_memory.shared_list": "SharedList",
     "_memory.slot_writer": "empty",
     "_prefetch": "prefetch",

@@ -20,6 +20,10 @@ def grid() -> Any:
     return np.arange(N * N, dtype="f4").reshape(N, N)
 
 
+class Photo(np.ndarray[Any, Any]):
+    """A class of arrays, which leaves to numpy how they are pickled."""
+
+
 def images() -> Any:
     return torch.arange(2 * 3 * 80 * 80.0).reshape(2, 3, 80, 80)
 
@@ -61,6 +65,7 @@ FORMS: dict[str, list[Callable[[], Any]]] = {
     "numpy arrays": [
         grid,
         lambda: np.asfortranarray(grid()),
+        lambda: grid().view(Photo),
         lambda: grid().reshape(4, 50, N).transpose(2, 0, 1),
     ],
     "numpy arrays with gaps": [lambda: grid()[::-1], lambda: grid()[:, ::2]],

@@ -14,6 +14,7 @@ import pytest
 from conftest import printed_by, python, require
 
 import minloader
+from minloader._memory import reducers
 
 PACKAGE = Path(minloader.__file__).parent
 
@@ -173,16 +174,28 @@ with each change that makes the core smaller."""
 
 LOADED = """
 import sys
+import numpy as np
 from minloader import Loader
 
 
-def loaded(item):
+def loaded():
     return sorted(name for name in sys.modules if name.partition(".")[0] == "minloader")
 
 
-print(*loaded(None))
-with Loader(loaded, range(3), num_workers=1) as loader:
-    print(*list(loader)[-1])
+class Rows:
+    def __init__(self):
+        self.rows = np.arange(60_000).reshape(3, -1)
+        self.first = np.frombuffer(b"1234", "u1")[::2]
+        self.kind = self.rows.dtype
+
+    def __getitem__(self, index):
+        return self.rows[index], self.rows[:, index], np.float32(index), loaded()
+
+
+print(*loaded())
+with Loader(Rows(), range(3), num_workers=1) as loader:
+    print(*list(loader)[-1][-1])
+print(*loaded())
 """
 
 
@@ -256,7 +269,7 @@ def tokens_of(path: Path) -> int:
 
 def test_the_core_only_shrinks():
     """What ``from minloader import Loader`` loads; and a plain worker loads far less."""
-    core, in_worker = (line.split() for line in printed_by(LOADED).splitlines())
+    core, in_worker, later = (line.split() for line in printed_by(LOADED).splitlines())
     paths = modules() | {"minloader": PACKAGE / "__init__.py"}
     paths |= {name.removesuffix(".__init__"): path for name, path in paths.items()}
     sizes = {name: tokens_of(paths[name]) for name in core if name in paths}
@@ -268,6 +281,16 @@ def test_the_core_only_shrinks():
     assert [
         name for name in in_worker if name.split(".")[1:2] in [[x] for x in not_in_workers]
     ] == []
+    # What the table of reducers loads when it is met: none of this is in a loader of arrays.
+    when_met = ("decorated", "frames", "inherited", "registered", "shared_arrays", "tensors")
+    when_met = {f"minloader._memory.{name}" for name in (*when_met, "unpicklable")}
+    assert when_met <= set(sizes) | set(paths)
+    assert when_met & {*core, *in_worker, *later} == set()
+
+
+def test_the_table_of_reducers_names_what_there_is():
+    tables = (reducers.EVERYWHERE, reducers.IN_BATCHES, reducers.IN_JOBS, reducers.DEFINITIONS)
+    assert all(callable(reducers.imported(name)) for table in tables for name in table.values())
 
 
 TYPED = """

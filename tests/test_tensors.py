@@ -16,7 +16,7 @@ from minloader._diagnosis.leaves import leaves
 from minloader._foreign.worker import OutOfBand
 from minloader._memory import tensors
 from minloader._memory.job_file import JobFile
-from minloader._memory.pickling import BatchPacker, PackedBatch, unpack, unpack_batch
+from minloader._memory.pickling import BatchPacker, PackedBatch, pack, unpack, unpack_batch
 from minloader._sampling import torch_collate
 
 torch = require("torch")
@@ -79,9 +79,11 @@ def there_and_back(batch: Any) -> Any:
 
 
 def sent(obj: Any, send: str) -> Any:
-    """What arrives of it in a batch, or in a job."""
+    """What arrives of it in a batch, as an item, or in a job."""
     if send == "batch":
         return there_and_back([obj])[0]
+    if send == "item":
+        return unpack(pack(obj, down=True))
     job_file = JobFile(obj)
     try:
         return job_file.address.load()
@@ -122,7 +124,7 @@ BITS = {torch.complex32: torch.int32, torch.float8_e4m3fn: torch.int8}
 of large numbers."""
 
 
-@pytest.mark.parametrize("send", ["batch", "job"])
+@pytest.mark.parametrize("send", ["batch", "item", "job"])
 @pytest.mark.parametrize("size", [6, 40_000])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 def test_attributes_of_a_tensor_are_kept(send, size):
@@ -162,7 +164,7 @@ def test_a_storage_on_a_device_goes_there_again():
     assert move(*args).tolist() == storage.tolist()
 
 
-@pytest.mark.parametrize("send", ["batch", "job"])
+@pytest.mark.parametrize("send", ["batch", "item", "job"])
 @pytest.mark.filterwarnings("ignore")  # torch calls some of them a beta
 def test_sparse_tensors_are_let_go_of(send):
     """Torch's own way to load them keeps each until ``torch.load`` is called, which looks at it."""

@@ -1,5 +1,6 @@
 """What crosses between processes arrives whole, is shared where it can be, and leaves nothing."""
 
+import copyreg
 import functools
 import io
 import os
@@ -8,6 +9,7 @@ import threading
 import traceback
 import types
 import weakref
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from minloader._memory.pickling import (
     unpack,
     unpack_batch,
 )
+from minloader._memory.reducers import register_reducer, registered
 from minloader._memory.unpicklable import find_unpicklable
 
 QUIETLY: Any = {"options": ["-X", "dev"], "env": {"PYTHONWARNINGS": "error"}}
@@ -291,6 +294,51 @@ assert not address.exists()
 """
     for named in ("True", "False"):
         assert printed_by(program.replace("NAMED", named), **QUIETLY) == ""
+
+
+# --- reducers of the user's --------------------------------------------------------------------
+
+
+def in_a_job(obj):
+    job_file = JobFile(obj, "spawn")
+    try:
+        assert job_file.inherited == []
+        return job_file.address.load()
+    finally:
+        job_file.close()
+
+
+WAYS = {
+    "job": in_a_job,
+    "item": lambda obj: unpack(pack(obj, down=True)),
+    "batch": lambda obj: unpack(BatchPacker().pack(obj)),
+    "batch by cloudpickle": lambda obj: unpack(BatchPacker().pack([lambda: 0, obj]))[1],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        threading.Lock,  # which nobody can send
+        functools.partial(Holder, name="its own"),
+        lambda: np.arange(3),  # for which there is one in the table, too
+        lambda: np.arange(3).view(np.recarray),
+        get_context("spawn").Lock,  # which a worker would inherit
+        lambda: functools.lru_cache(np.sort),
+        lambda: get_context("spawn").Pipe()[0],
+    ],
+)
+def test_what_is_registered_comes_first(make, way, monkeypatch):
+    obj = make()
+    monkeypatch.setitem(copyreg.dispatch_table, type(obj), lambda _: (str, ("copyreg",)))
+    assert WAYS[way](obj) == "copyreg"
+    monkeypatch.delitem(registered, type(obj), raising=False)
+    register_reducer(type(obj), lambda _: (str, ("registered",)))
+    assert WAYS[way](obj) == "registered"
+    assert pickle.loads(pickle.dumps(obj)) == "copyreg"
+    registered.pop(type(obj))
+    getattr(obj, "close", int)()
 
 
 # --- what is to blame --------------------------------------------------------------------------

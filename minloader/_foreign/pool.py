@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from minloader import _checks as checks
 from minloader._foreign.worker import (
     JobMissing,
     JobReference,
@@ -192,7 +191,6 @@ class ForeignPoolFactory(PoolFactory):
                 "iterable dataset) is read on by the worker that has begun it; use "
                 "executor='process' or 'thread'"
             )
-        checks.check_seed_generators(options.seed_generators, self.kind, self.job.dataset)
 
     @property
     def kind(self) -> str:

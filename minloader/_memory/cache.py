@@ -48,7 +48,6 @@ from minloader._memory.files import ALIGN, SharedFile, open_shared, path_of
 from minloader._memory.limits import free_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, unpack_batch
 from minloader._memory.slot_writer import NoSlot
-from minloader._memory.unpicklable import find_unpicklable
 
 logger = logging.getLogger("minloader")
 
@@ -266,6 +265,8 @@ def pack_entry(sample: Any, number: int) -> bytearray:
     try:
         packed = BatchPacker(buffers).pack(sample)
     except Exception as error:
+        from minloader._memory.unpicklable import find_unpicklable  # only to tell of an error
+
         found = find_unpicklable(sample, "sample")
         if found is None:  # no memory, say
             raise

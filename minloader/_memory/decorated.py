@@ -12,17 +12,9 @@ import inspect
 import operator
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any
 
-Reduce = Callable[[Any], Any]
-
-MAIN = ("__main__", "__mp_main__")
-"""Names of the main module: in a process that multiprocessing has spawned it is the second."""
-
-LRU_CACHE = type(functools.cache(len))
-
-_DISPATCHES = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
+from minloader._memory.reducers import MAIN
 
 
 def reduce_cached(cached: Any) -> Any:
@@ -54,29 +46,16 @@ def reduce_dispatching_method(method: Any) -> Any:
     return _dispatch_again, (functools.singledispatchmethod, method.func, implementations)
 
 
-def reducer_by_value(obj: Any) -> Reduce | None:
-    """Return how a class or function is reduced that is sent by value; None: as cloudpickle does.
-
-    ``singledispatch`` holds weak references to types. A Struct of msgspec is made by its fields. A
-    generic model of pydantic with its types given is the one that pydantic makes of them.
-    """
-    if isinstance(obj, type):
-        generic = vars(obj).get("__pydantic_generic_metadata__")
-        if generic and generic["origin"] is not None:
-            return _reduce_generic
-    if getattr(obj, "__code__", None) is _DISPATCHES:
-        return _reduce_dispatching
-    if type(obj).__module__ == "msgspec._core":
-        return _reduce_struct
-    return None
-
-
-def _reduce_generic(model: Any) -> Any:
+def reduce_generic(model: Any) -> Any:
+    """Reduce a generic model of pydantic with its types given: pydantic makes it of these."""
     generic = model.__pydantic_generic_metadata__
+    if generic["origin"] is None:
+        return NotImplemented
     return operator.getitem, (generic["origin"], generic["args"])
 
 
-def _reduce_dispatching(function: Any) -> Any:
+def reduce_dispatching(function: Any) -> Any:
+    """Reduce a function with ``singledispatch``, which holds weak references to types."""
     implementations = list(function.registry.items())
     return _dispatch_again, (functools.singledispatch, function.__wrapped__, implementations)
 
@@ -88,7 +67,8 @@ def _dispatch_again(decorator: Any, function: Any, implementations: list[tuple[t
     return dispatching
 
 
-def _reduce_struct(struct: Any) -> Any:
+def reduce_struct(struct: Any) -> Any:
+    """Reduce a Struct of msgspec, which is made by its fields."""
     structs = sys.modules["msgspec.structs"]
     own = inspect.get_annotations(struct)
     fields = [each for each in structs.fields(struct) if each.name in own]
@@ -128,23 +108,14 @@ def _define_struct(
     return msgspec.defstruct(name, fields, bases=bases, namespace=namespace, **options)
 
 
-def reducer_of(kind: Any) -> Reduce | None:
-    """Return how objects of a type are sent to workers, if their own way may not do."""
-    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
-        return _reduce_without_name
-    if hasattr(kind, "__getattr__") and not hasattr(kind, "__setstate__"):
-        return _reduce_with_getattr
-    return None
-
-
-def _reduce_without_name(obj: Any) -> Any:
-    """Reduce an object in its own way, unless that is a name in the main module.
+def reduce_without_name(obj: Any) -> Any:
+    """Reduce an object of the main module in its own way, unless that is its name there.
 
     Raises:
         PicklingError: it is, and it is not known what the object is made of.
     """
     reduced = obj.__reduce_ex__(5)
-    if not isinstance(reduced, str) or getattr(obj, "__module__", None) not in MAIN:
+    if not isinstance(reduced, str):
         return reduced
     kind: Any = type(obj)
     if kind.__new__ is object.__new__:  # as of cachetools' wrappers: it is its attributes
@@ -155,7 +126,7 @@ def _reduce_without_name(obj: Any) -> Any:
     )
 
 
-def _reduce_with_getattr(obj: Any) -> Any:
+def reduce_with_getattr(obj: Any) -> Any:
     """Reduce an object whose class has a ``__getattr__``, such that nobody asks it while empty.
 
     Pickle would ask for ``__setstate__``, and a wrapper that has nothing of that name would look

@@ -18,34 +18,16 @@ import io
 import pickle
 import sys
 import weakref
-from collections import ChainMap
 from multiprocessing import reduction
 from multiprocessing.context import set_spawning_popen
 from typing import Any, cast
 
-import cloudpickle
-
 from minloader._memory.files import SharedFile
 from minloader._memory.pickling import Pickler
-
-_NAMES = {
-    "multiprocessing.synchronize": ("SemLock", "Condition", "Event", "Barrier"),
-    "multiprocessing.sharedctypes": ("SynchronizedBase",),
-    "multiprocessing.queues": ("Queue", "SimpleQueue"),
-    "multiprocessing.connection": ("Connection", "PipeConnection"),
-    "_ctypes": ("_CData",),  # RawValue and RawArray are of the types of ctypes
-    "torch.storage": ("UntypedStorage",),
-}
-"""The classes that they derive from, by module, such that none need be imported."""
+from minloader._memory.reducers import may_be_inherited
+from minloader._memory.tensors import is_shared
 
 _CTYPE: Any = ctypes.Structure.__base__  # the base of all types of ctypes
-
-
-def may_be_inherited(kind: type) -> bool:
-    """Whether objects of a type may be such that they must be inherited."""
-    if kind.__module__ == "builtins":  # as of most objects
-        return False
-    return any(base.__name__ in _NAMES.get(base.__module__, ()) for base in kind.__mro__)
 
 
 def must_be_inherited(obj: Any) -> bool:
@@ -55,11 +37,6 @@ def must_be_inherited(obj: Any) -> bool:
         return is_one and (not hasattr(obj, "is_shared") or is_shared(obj))
     attributes = getattr(obj, "__dict__", {}).values()
     return any(type(each).__module__ == "multiprocessing.heap" for each in attributes)
-
-
-def is_shared(storage: Any) -> bool:
-    """Whether a storage of torch's lies in memory that was shared on purpose."""
-    return storage.device.type == "cpu" and bool(storage.is_shared())
 
 
 class _NoChild:
@@ -90,8 +67,9 @@ def check(obj: Any, start_method: str | None) -> None:
 
 
 def _pickler(file: Any) -> Pickler:
-    standard = reduction.ForkingPickler(file).dispatch_table
-    return Pickler(file, down=True, table=ChainMap(cloudpickle.Pickler.dispatch_table, standard))
+    pickler = Pickler(file, down=True)
+    pickler.reducers.update(reduction.ForkingPickler(file).dispatch_table)
+    return pickler
 
 
 class Inheritance:
@@ -109,7 +87,7 @@ class Inheritance:
         return self._objects
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self._objects or sys.platform == "win32":  # without DupFd
+        if sys.platform == "win32":  # without DupFd
             return Inheritance, (self._objects,)
         file = SharedFile()
         weakref.finalize(self, file.close)  # a process lets go of its arguments when it is started

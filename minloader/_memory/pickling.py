@@ -14,107 +14,36 @@ holds in both places, and the parent's classes are never made a second time.
 
 from __future__ import annotations
 
-import copyreg
-import functools
 import io
 import pickle
-import random
 import sys
 import types
-from collections import ChainMap
 from collections.abc import Callable
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import cloudpickle
 
-from minloader._memory.decorated import (
+from minloader._memory.files import LARGE, SlotAddress
+from minloader._memory.reducers import (
+    IN_BATCHES,
     LRU_CACHE,
     MAIN,
-    reduce_cached,
-    reduce_cached_property,
-    reduce_dispatching_method,
+    Reducers,
+    as_it_is,
+    imported,
+    is_registered,
+    is_told,
     reducer_by_value,
-    reducer_of,
+    reducer_down,
+    registered,
 )
-from minloader._memory.files import LARGE, SlotAddress
-from minloader._memory.registered import with_registrations
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
-from minloader._memory.tensors import reduce_storage, reduce_tensor, reduce_typed_storage
 
 unpack = pickle.loads
 """Undo :func:`pack`. What cloudpickle wrote can be read by plain pickle."""
 
-OTHER_REDUCERS: dict[type, Callable[[Any], Any]] = {}
-"""How objects of types are reduced whose own way, or cloudpickle's, does not do."""
-
 MOST_NOTES = 20
 """How many notes an error of pickling keeps, half of them of the innermost levels."""
-
-
-def _refuse_open_file(file: io.TextIOWrapper) -> Any:
-    """Refuse what cloudpickle would send all the text of. Pickle refuses binary files."""
-    if file in (sys.stdout, sys.stderr):
-        return NotImplemented
-    raise TypeError("cannot pickle '_io.TextIOWrapper' object: it is an open file")
-
-
-OTHER_REDUCERS[io.TextIOWrapper] = _refuse_open_file
-
-
-def _refuse_connection(connection: Connection) -> Any:
-    """Refuse what plain pickle would send the mere number of the descriptor of."""
-    raise TypeError("cannot pickle a connection: only a process that is started can be given it")
-
-
-def _refer_to_generator(generator: Any) -> Any:
-    """Refer to the generator of a module's functions by name; copy any other.
-
-    ``from random import shuffle`` binds a method of it. A copy would not be seeded for each batch,
-    and each worker would have the same one.
-    """
-    module = sys.modules[type(generator).__module__]
-    names = [name for name, value in vars(module).items() if value is generator]
-    return names[0] if names else NotImplemented
-
-
-OTHER_REDUCERS[random.Random] = _refer_to_generator
-
-
-def _code_of_file(filename: str, arguments: tuple[Any, ...]) -> types.CodeType:
-    return types.CodeType(*arguments).replace(co_filename=filename)
-
-
-def _reduce_code(code: types.CodeType) -> Any:
-    """Reduce code with the name of its file, which tracebacks, logs and stacks show.
-
-    cloudpickle, from 3.1.3, writes ``<dynamic-code>`` in its place.
-    """
-    _, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
-    return _code_of_file, (code.co_filename, arguments)
-
-
-OTHER_REDUCERS[types.CodeType] = _reduce_code
-
-
-def _reduce_lazy_import(lazy: Any) -> Any:
-    """Reduce the object that a ``lazy import`` has bound a name to, until that is used.
-
-    It is what it stands for: the module is imported here.
-    """
-    return _return, (lazy.resolve(),)
-
-
-def _return(obj: Any) -> Any:
-    return obj
-
-
-if sys.version_info >= (3, 15):
-    OTHER_REDUCERS[types.LazyImportType] = _reduce_lazy_import
-
-OTHER_REDUCERS[functools.cached_property] = reduce_cached_property
-OTHER_REDUCERS[functools.singledispatchmethod] = reduce_dispatching_method
 
 
 def _is_by_value(obj: Any) -> bool:
@@ -135,49 +64,51 @@ def _is_main_global(obj: Any) -> bool:
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     """A cloudpickle pickler that knows in which of the two directions it writes.
 
+    Args:
+        file: the stream.
+        down: True from parent to worker, False on the way back.
+        reducers: those of the place that it writes for.
+
     Attributes:
         main_globals: classes and functions of ``__main__`` that were sent, by their names.
     """
 
     def __init__(
-        self, file: Any, protocol: int = 5, *, down: bool, table: Any = None, **options: Any
+        self, file: Any, *, down: bool, reducers: Reducers | None = None, **options: Any
     ) -> None:
-        if table is not None:
-            self.dispatch_table = table  # now: it is read once, in the next line
-        super().__init__(file, protocol, **options)
-        numpy_random: Any = sys.modules.get("numpy.random")
-        if hasattr(numpy_random, "RandomState"):  # else it is just being imported
-            OTHER_REDUCERS[numpy_random.RandomState] = _refer_to_generator
+        super().__init__(file, 5, **options)
         main = sys.modules["__main__"]
         if main.__name__ in MAIN:  # cloudpickle takes the second name for a module to import
             cloudpickle.register_pickle_by_value(main)
         self.down = down
+        self.reducers = Reducers({}) if reducers is None else reducers
         self.main_globals: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, types.FunctionType, LRU_CACHE)):
-            if _is_main_global(obj):
-                self.main_globals[obj.__qualname__] = obj
-                if not self.down:
-                    return obj.__qualname__  # a string means: by name, from obj.__module__
-            if isinstance(obj, LRU_CACHE):
-                return reduce_cached(obj)
-            reduce = reducer_by_value(obj)
-            if reduce is not None and _is_by_value(obj):
-                return reduce(obj)
-            reduced = super().reducer_override(obj)
-            if self.down and isinstance(obj, type) and _is_by_value(obj):
-                return with_registrations(obj, reduced)
-            return reduced
-        # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
         kind = type(obj)
-        reducer = OTHER_REDUCERS.get(kind)
-        if reducer is not None:
-            return reducer(obj)
-        reduce = reducer_of(kind) if self.down else None
-        if reduce is None or kind in self.dispatch_table:
-            return NotImplemented
-        return reduce(obj)
+        if isinstance(obj, (type, types.FunctionType, LRU_CACHE)) and not is_told(kind):
+            return self._reduce_definition(obj)
+        reduce: Any = self.reducers[kind]
+        if reduce is as_it_is and self.down and kind not in self.dispatch_table:
+            reduce = reducer_down(obj)
+        # cloudpickle's own method leaves all other objects to its table; asking it takes longer.
+        return NotImplemented if reduce is as_it_is else reduce(obj)
+
+    def _reduce_definition(self, obj: Any) -> Any:
+        """Reduce a class or a function: by its name, or by value, with what was made of it."""
+        if _is_main_global(obj):
+            self.main_globals[obj.__qualname__] = obj
+            if not self.down:
+                return obj.__qualname__  # a string means: by name, from obj.__module__
+        is_by_value = isinstance(obj, LRU_CACHE) or _is_by_value(obj)
+        reduce = reducer_by_value(obj) if is_by_value else None
+        reduced = NotImplemented if reduce is None else reduce(obj)
+        if reduced is not NotImplemented:
+            return reduced
+        reduced = super().reducer_override(obj)
+        if self.down and is_by_value and isinstance(obj, type) and is_registered(obj):
+            return imported("registered:with_registrations")(obj, reduced)
+        return reduced
 
     def dump(self, obj: Any) -> None:
         try:
@@ -201,9 +132,6 @@ def shorten_notes(error: BaseException) -> None:
             notes[middle:-middle] = [f"… {left_out} more levels …"]
 
 
-_REDUCERS = ChainMap({Connection: _refuse_connection}, cloudpickle.Pickler.dispatch_table)
-
-
 def pack(obj: Any, *, down: bool) -> bytes:
     """Serialize a message.
 
@@ -216,19 +144,20 @@ def pack(obj: Any, *, down: bool) -> bytes:
     """
     plain_error: Exception | None = None
     try:
-        payload = pickle.dumps(obj, 5)
-        # Plain pickle refers to __main__ by name, which only the way back may do, copies the
-        # generators of modules, and refuses no connection. A mere string of such a name costs the
-        # slower pickler, nothing else.
-        special = [b"multiprocessing.connection", *([b"main__", b"random"] if down else [])]
-        if not any(name in payload for name in special):
-            return payload
+        if not registered:
+            payload = pickle.dumps(obj, 5)  # which knows nothing of our reducers, but is quicker
+            # It also refers to __main__ by name, which only the way back may do. A mere string of
+            # such a name costs the slower pickler, nothing else.
+            special = [b"multiprocessing.connection", b"torch._utils"]
+            special += [b"main__", b"random"] if down else []
+            if not any(name in payload for name in special):
+                return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
         shorten_notes(error)
         plain_error = error
     buffer = io.BytesIO()
     try:
-        Pickler(buffer, down=down, table=_REDUCERS).dump(obj)
+        Pickler(buffer, down=down).dump(obj)
     except Exception as error:
         raise error from plain_error
     finally:
@@ -261,9 +190,6 @@ class BatchPacker:
     def __init__(self, without_slot: NoSlot = NO_SLOT) -> None:
         self._without_slot = without_slot
         self._writer = without_slot  # of the present task
-        self._reducers: dict[type, Any] = {}
-        self._basis: Any = None  # what the reducers were made from
-        self._arrays: list[type] = []  # numpy's types, if it is imported
         self._pack_batch: _PackOne | None = None  # for the next batch of the present task
 
     def open(self, address: SlotAddress | None) -> NoSlot:
@@ -285,83 +211,30 @@ class BatchPacker:
         Raises:
             Exception: whatever pickling raised, when cloudpickle cannot do it either.
         """
-        self._renew_reducers()
         pack_batch = self._pack_batch
         self._pack_batch = None  # an error may leave it in the middle
         try:
             if pack_batch is None:
-                pack_batch = _batch_packer(pickle.Pickler, self._table(), self._writer)
+                pack_batch = _batch_packer(self._writer, is_plain=True)
             packed = pack_batch(batch)
             self._pack_batch = pack_batch
             return packed
         except Exception as plain_error:
             shorten_notes(plain_error)
-            # Buffers that were put into the slot already are lost room, until the task ends.
-            table = ChainMap(self._table(), cloudpickle.Pickler.dispatch_table)
-            make_pickler = partial(Pickler, down=False, table=table)
             try:
-                return _batch_packer(make_pickler, table, self._writer)(batch)
+                # Buffers that were put into the slot already are lost room, until the task ends.
+                return _batch_packer(self._writer, is_plain=False)(batch)
             except Exception as error:
                 raise error from plain_error
 
-    def _table(self) -> dict[type, Any]:
-        """Return the reducers, those of arrays for the present task.
 
-        Kept here, they would make a cycle: its buffers would wait for the garbage collector.
-        """
-        return self._reducers | dict.fromkeys(self._arrays, partial(_reduce_array, self._writer))
+def _batch_packer(writer: NoSlot, *, is_plain: bool) -> _PackOne:
+    """Return what packs batches, one after another: with one pickler, which is slow to make.
 
-    def _renew_reducers(self) -> None:
-        """Have objects reduced as registered, but tensors as is best for slots.
-
-        The table is made anew when somebody registers more, or imports more. A plain dict is what
-        the pickler looks up fastest.
-        """
-        numpy: Any = sys.modules.get("numpy")
-        torch: Any = sys.modules.get("torch")
-        basis: Any = len(copyreg.dispatch_table), numpy, torch
-        if self._basis != basis:
-            table = {**copyreg.dispatch_table, Connection: _refuse_connection}
-            if hasattr(numpy, "ndarray"):
-                self._arrays = [numpy.ndarray, numpy.memmap]
-            if hasattr(torch, "UntypedStorage"):  # which it gets after its Tensor
-                table[torch.Tensor] = reduce_tensor
-                table[torch.UntypedStorage] = reduce_storage
-                table[torch.TypedStorage] = reduce_typed_storage
-            elif torch is not None:  # it is just being imported
-                basis = None
-            self._basis = basis
-            self._reducers = table
-            self._pack_batch = None
-
-
-def _reduce_array(writer: NoSlot, array: Any) -> Any:
-    """Reduce an array such that its data is one writable buffer, for the user to change.
-
-    numpy itself leaves only contiguous arrays out of the stream, and never a memmap; and what
-    it writes of a type takes longer than small arrays do. The axes keep their order in memory.
+    Args:
+        writer: takes the large buffers.
+        is_plain: whether by plain pickle.
     """
-    dtype = array.dtype
-    flags = array.flags
-    is_small = array.nbytes < LARGE and dtype.isnative and is_plain(dtype)
-    is_small = is_small and dtype.metadata is None  # such as the names of h5py's enumerations
-    axes = None if flags.c_contiguous else order_in_memory(array)
-    if is_small and axes is None:
-        return sys.modules["numpy"].ndarray, (array.shape, dtype.char, bytearray(array.tobytes()))
-    whole = flags.forc and flags.writeable and type(array).__name__ == "ndarray"
-    if dtype.kind in "mM":  # numpy writes datetime64 and timedelta64 into the stream
-        return view_as, (array.view("i8"), dtype)
-    if dtype.hasobject or (whole and not is_small):
-        return array.__reduce_ex__(5)
-    if axes is not None:
-        return transpose_back, (array.transpose(axes), axes)
-    block = writer.empty(array.shape, dtype)
-    block[...] = array
-    return block.__reduce_ex__(5)
-
-
-def _batch_packer(make_pickler: Any, table: Any, writer: NoSlot) -> _PackOne:
-    """Return what packs batches, one after another: with one pickler, which is slow to make."""
     written: list[bytes] = []
     buffers: list[Any] = []
 
@@ -373,8 +246,12 @@ def _batch_packer(make_pickler: Any, table: Any, writer: NoSlot) -> _PackOne:
         return place is None  # whether it stays in the stream
 
     file = types.SimpleNamespace(write=written.append)  # quicker than a BytesIO to begin anew
-    pickler = make_pickler(file, 5, buffer_callback=put)
-    pickler.dispatch_table = table
+    reducers = Reducers(IN_BATCHES, writer)
+    if is_plain:
+        pickler: Any = pickle.Pickler(file, 5, buffer_callback=put)
+        pickler.dispatch_table = reducers
+    else:
+        pickler = Pickler(file, down=False, reducers=reducers, buffer_callback=put)
 
     def pack_batch(batch: Any) -> bytes | PackedBatch:
         try:
@@ -415,34 +292,6 @@ def unpack_batch(packed: PackedBatch, memory: Any) -> Any:
     buffers = [view[slice(*data)] if type(data) is tuple else data for data in packed.buffers]
     stream = packed.stream or buffers.pop()
     return pickle.loads(stream, buffers=buffers)
-
-
-_PLAIN = frozenset("?bBhHiIlLqQefdFD")
-
-
-def is_plain(dtype: Any) -> bool:
-    """Whether numpy's one-letter code is enough to describe a type, and torch has tensors of it."""
-    return bool(dtype.char in _PLAIN and dtype.isbuiltin < 2)  # 2: of ml_dtypes
-
-
-def order_in_memory(array: Any) -> tuple[int, ...] | None:
-    """Return the axes of an array, that of the longest steps first; None if they are in order.
-
-    Those of a broadcast array are, since they share their steps.
-    """
-    steps = [abs(step) for step in array.strides]
-    axes = sorted(range(array.ndim), key=steps.__getitem__, reverse=True)
-    return None if 0 in steps or axes == list(range(array.ndim)) else tuple(axes)
-
-
-def view_as(array: Any, kind: Any) -> Any:
-    """Return a view of an array, of another dtype or class."""
-    return array.view(kind)
-
-
-def transpose_back(array: Any, axes: tuple[int, ...]) -> Any:
-    """Undo ``array.transpose(axes)``."""
-    return array.transpose(sorted(range(len(axes)), key=axes.__getitem__))
 
 
 def _bare_error(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:

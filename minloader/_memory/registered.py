@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
+
+from minloader._memory.reducers import arrived
 
 logger = logging.getLogger("minloader")
 
 TORCH = "torch.utils._pytree"
 JAX = "jax.tree_util"
-
-arrived: dict[tuple[str, type], Callable[[ModuleType], None]] = {}
-"""By the name of a module, and a class: what is to be called with the module once it is imported.
-The worker sees to that, and does not import the library for it."""
 
 
 def with_registrations(cls: type, reduced: Any) -> Any:
@@ -32,11 +28,8 @@ def with_registrations(cls: type, reduced: Any) -> Any:
         cls: the class.
         reduced: as cloudpickle does it, by value: the last part sets the state.
     """
-    registered = _registrations(cls)
-    if not registered:
-        return reduced
     *before, set_state = reduced
-    return *before, partial(_set_state, set_state, registered)
+    return *before, partial(_set_state, set_state, _registrations(cls))
 
 
 def _registrations(cls: type) -> dict[str, tuple[Any, ...]]:

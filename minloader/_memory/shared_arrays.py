@@ -20,9 +20,13 @@ import os
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from minloader._memory.arrays import address_of, owner_of, view_of
 from minloader._memory.files import LARGE, is_ours
-from minloader._memory.inherited import is_shared, must_be_inherited
-from minloader._memory.tensors import bytes_of
+from minloader._memory.inherited import must_be_inherited
+from minloader._memory.reducers import JobMemory
+from minloader._memory.tensors import bytes_of, is_shared
 
 _DELETED = " (deleted)"
 
@@ -53,9 +57,14 @@ class Mapping(NamedTuple):
 
 
 class Mappings:
-    """What was mapped when it was first asked for."""
+    """What was mapped when it was first asked for.
 
-    def __init__(self) -> None:
+    Args:
+        is_same_machine: whether workers surely have the files that this process has.
+    """
+
+    def __init__(self, *, is_same_machine: bool = True) -> None:
+        self._is_same_machine = is_same_machine
         self._known: list[Mapping] | None = None
         self._files: dict[tuple[str, bool], MappedFile] = {}
 
@@ -68,14 +77,21 @@ class Mappings:
             return None
         return self._known[place]
 
-    def file(self, path: str, *, is_writable: bool, is_same_machine: bool) -> MappedFile:
+    def file(self, path: str, *, is_writable: bool) -> MappedFile:
         """Return a file that was mapped: one object for all arrays over it."""
         key = path, is_writable
         if key not in self._files:
             # Workers of an executor may be on another machine, whose file it is then.
-            known = identity(path) if is_same_machine else None
+            known = identity(path) if self._is_same_machine else None
             self._files[key] = MappedFile(path, is_writable, known)
         return self._files[key]
+
+
+def mappings_of(memory: JobMemory) -> Mappings:
+    """Return the mappings of this process, as a job has seen them first."""
+    if memory.mappings is None:
+        memory.mappings = Mappings(is_same_machine=memory.is_same_machine)
+    return memory.mappings  # type: ignore[no-any-return]
 
 
 class MappedFile(NamedTuple):
@@ -116,36 +132,12 @@ def _read_mappings() -> list[Mapping]:
     return found
 
 
-def address_of(array: Any) -> int:
-    """Return the address of an array's first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address
-
-
-def _owner_of(array: Any) -> Any:
-    """Return what has the memory that an array is a view of."""
-    import numpy as np
-
-    owner: Any = array
-    while True:
-        if isinstance(owner, memoryview):
-            base = owner.obj
-        elif isinstance(owner, np.ndarray) or type(owner).__module__.startswith("numpy."):
-            base = owner.base  # numpy's as_strided has a class of its own in between
-        else:
-            return owner
-        if base is None:
-            return owner
-        owner = base
-
-
-def reduce_shared(array: Any, mappings: Mappings, *, is_same_machine: bool) -> Any:
+def reduce_shared(memory: JobMemory, array: Any) -> Any:
     """Reduce an array over shared memory, such that it is over the same memory in a worker.
 
     Args:
-        array: of numpy.
-        mappings: of this process.
-        is_same_machine: whether workers surely have the files that this process has.
+        memory: of the job.
+        array: of numpy, not over its own memory.
 
     Returns:
         How it is made there; None if the array has memory of this process alone.
@@ -153,32 +145,43 @@ def reduce_shared(array: Any, mappings: Mappings, *, is_same_machine: bool) -> A
     Raises:
         TypeError: nobody else can have the memory.
     """
-    if array.flags.owndata:
-        return None
-    owner, address = _owner_of(array), address_of(array)
+    owner, address = owner_of(array), address_of(array)
     view = array.dtype, array.shape, array.strides, array.flags.writeable
     if must_be_inherited(owner):
         return view_of, (owner, address - ctypes.addressof(owner), *view)
     is_tensor = type(owner).__module__ == "torch"
     if is_tensor and is_shared(owner.untyped_storage()):
         storage = owner.untyped_storage()
-        return view_of, (storage, address - storage.data_ptr(), *view)
+        return view_of_storage, (storage, address - storage.data_ptr(), *view)
+    mappings = mappings_of(memory)
     mapping = mappings.at(address)
     if mapping is None or not mapping.is_shared or _is_device(mapping.path):
         return None
     if is_ours(mapping.path) or (is_tensor and owner.is_pinned()):
         return None  # a batch is nobody else's, nor what a GPU reads
     if not mapping.is_writable and (
-        not is_same_machine or array.nbytes < LARGE or not mapping.has_file
+        not memory.is_same_machine or array.nbytes < LARGE or not mapping.has_file
     ):
         return None  # a copy does
     if not mapping.has_file:
         raise TypeError("an array over memory that processes share, which has no name")
     place = address - mapping.start + mapping.offset
-    file = mappings.file(
-        mapping.path, is_writable=mapping.is_writable, is_same_machine=is_same_machine
-    )
+    file = mappings.file(mapping.path, is_writable=mapping.is_writable)
     return view_of, (file, place, *view)
+
+
+def reduce_memmap(memory: JobMemory, array: Any) -> Any:
+    """Reduce a contiguous ``numpy.memmap`` such that its file is mapped again."""
+    mappings = mappings_of(memory)
+    _check_mapped(array, array.filename, mappings)
+    # A slice keeps the offset of what it is a slice of: find its own from the addresses.
+    first = address_of(np.frombuffer(array._mmap, np.uint8))
+    start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = start + address_of(array) - first
+    order = "C" if array.flags.c_contiguous else "F"
+    mode = "r" if array.mode == "r" else "r+"
+    file = mappings.file(os.fspath(array.filename), is_writable=mode == "r+")
+    return _memmap_of, (file, array.filename, mode, array.dtype, offset, array.shape, order)
 
 
 def _is_device(path: str) -> bool:
@@ -186,16 +189,9 @@ def _is_device(path: str) -> bool:
     return path.startswith("/dev/") and not path.startswith(("/dev/shm/", "/dev/zero"))
 
 
-def view_of(
-    owner: Any, offset: int, dtype: Any, shape: Any, strides: Any, is_writable: bool
-) -> Any:
-    """Return an array over the memory that an object has."""
-    import numpy as np
-
-    memory = bytes_of(owner) if type(owner).__module__ == "torch.storage" else owner
-    array: Any = np.ndarray(shape, dtype, buffer=memory, offset=offset, strides=strides)
-    array.flags.writeable = is_writable and array.flags.writeable
-    return array
+def view_of_storage(storage: Any, *view: Any) -> Any:
+    """Return an array over the memory of a storage of torch's."""
+    return view_of(bytes_of(storage), *view)
 
 
 # --- files that are opened once more
@@ -224,7 +220,7 @@ def _replaced(path: str) -> FileNotFoundError:
     return FileNotFoundError(f"the file {path} was replaced or removed since it was mapped")
 
 
-def check_mapped(array: Any, path: str, mappings: Mappings) -> None:
+def _check_mapped(array: Any, path: str, mappings: Mappings) -> None:
     """Look whether a path leads to the file that an array is mapped from.
 
     Raises:
@@ -242,7 +238,7 @@ def _is_same(path: str, other: str) -> bool:
     return os.path.exists(other) and os.path.samefile(path, other)
 
 
-def memmap_of(
+def _memmap_of(
     memory: mmap.mmap, path: str, mode: str, dtype: Any, offset: int, shape: Any, order: Any
 ) -> Any:
     """Return a ``numpy.memmap`` over a file that is mapped, as numpy makes it when it maps one.
@@ -252,8 +248,6 @@ def memmap_of(
         path: of the file.
         mode: as numpy takes it, and all that follow.
     """
-    import numpy as np
-
     array: Any = np.ndarray.__new__(np.memmap, shape, dtype, memory, offset, order=order)
     array._mmap = memory
     array.filename = path

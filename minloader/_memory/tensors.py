@@ -26,6 +26,8 @@ import sys
 import warnings
 from typing import Any
 
+from minloader._memory.reducers import JobMemory, as_it_is
+
 MOST_SPAN = 2
 """How many times its numbers the memory of a tensor may be that is sent as it is. A copy without
 gaps takes as long, number by number."""
@@ -97,7 +99,7 @@ def reduce_tensor(tensor: Any) -> Any:
     elif "sparse" in str(tensor.layout):
         reduced = _reduce_sparse(tensor)
     else:
-        return tensor.__reduce_ex__(5)
+        return as_it_is(tensor)
     return with_attributes(tensor, reduced)
 
 
@@ -190,3 +192,38 @@ def load_typed_storage(untyped: Any, dtype: Any) -> Any:
     """Undo :func:`reduce_typed_storage`."""
     kind = importlib.import_module("torch.storage").TypedStorage
     return kind(wrap_storage=untyped, dtype=dtype, _internal=True)  # else torch warns
+
+
+def is_shared(storage: Any) -> bool:
+    """Whether a storage of torch's lies in memory that was shared on purpose."""
+    return storage.device.type == "cpu" and bool(storage.is_shared())
+
+
+def reduce_in_job(memory: JobMemory, tensor: Any) -> Any:
+    """Reduce a tensor of a job to a view of its memory, which is sent once for all views of it.
+
+    Torch's own way would write a copy for each of them into the stream.
+    """
+    if tensor.requires_grad or not is_plain_tensor(tensor):
+        return reduce_tensor(tensor)
+    view = tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    storage = _memory_of(memory, tensor.untyped_storage())
+    return with_attributes(tensor, (load_tensor, (storage, tensor.dtype, *view)))
+
+
+def reduce_storage_in_job(memory: JobMemory, storage: Any) -> Any:
+    """Reduce an untyped storage as those of tensors."""
+    if is_elsewhere(storage):
+        return reduce_elsewhere(storage)
+    return load_storage, (_memory_of(memory, storage),)
+
+
+def _memory_of(memory: JobMemory, storage: Any) -> Any:
+    """Return the memory of a storage, as an array if it is not inherited.
+
+    Once, however many have it.
+    """
+    key = storage.data_ptr(), storage.nbytes()
+    if key not in memory.storages:
+        memory.storages[key] = storage if is_shared(storage) else bytes_of(storage)
+    return memory.storages[key]

@@ -9,8 +9,9 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
-from minloader._memory.decorated import MAIN
+from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import JobPickler
+from minloader._memory.reducers import MAIN
 
 MOST_PARTS = 100_000
 """How many parts are looked at for the one at fault, a second's work. A dataset may be of millions,
@@ -115,3 +116,52 @@ def find_unpicklable(
                 seen.add(id(each))
                 found.append((place + suffix, each))
     return path, obj, error
+
+
+def refusal(parts: dict[str, Any], start_method: str | None, otherwise: str) -> TypeError | None:
+    """Return the error that names what of a job cannot be sent to worker processes.
+
+    Args:
+        parts: the job's objects, by the arguments that brought them.
+        start_method: of the processes; None if this one does not start them.
+        otherwise: what to use where nothing can be sent.
+    """
+    for name, value in parts.items():
+        found = find_unpicklable(value, name, start_method)
+        if found is not None:
+            path, part, cause = found
+            return TypeError(
+                f"{name} cannot be sent to worker processes: {path} is a "
+                f"{type(part).__qualname__} ({cause}); "
+                f"{_advice(part, cause, start_method, otherwise)}"
+            )
+    return None
+
+
+def _advice(part: Any, cause: str, start_method: str | None, otherwise: str) -> str:
+    """Return what to do about a part that cannot be sent to worker processes."""
+    if isinstance(part, types.GeneratorType):
+        return (
+            "it can be read once, in one place: give an object whose __iter__ begins anew, such as "
+            "a class with the generator function as its __iter__"
+        )
+    if start_method is None and must_be_inherited(part):
+        return "use executor='process', whose workers are started by this process"
+    if "fork context" in cause:
+        return (
+            f"make it with multiprocessing.get_context({start_method!r}), or start the workers "
+            "by 'fork' too"
+        )
+    if "memory that processes share" in cause:
+        return (
+            "give the dataset what it is a view of (a multiprocessing Array, a SharedMemory, a "
+            "shared tensor), or a copy of the array; or start the workers by 'fork'"
+        )
+    if "since it was mapped" in cause:
+        return "open it anew, or start the workers by 'fork'"
+    if "CField" in cause:
+        return "define its ctypes class in a module, which workers import"
+    return (
+        "make it in worker_init_fn or when it is first used, leave it out in __getstate__, or "
+        + otherwise
+    )

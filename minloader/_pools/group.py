@@ -11,17 +11,14 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
-from types import GeneratorType
 from typing import Any, Protocol
 
 from minloader._checks import format_bytes, snapshot
 from minloader._memory import forks
 from minloader._memory.files import can_be_nameless
-from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import largest_file, memory_limit
 from minloader._memory.slots import Slots
-from minloader._memory.unpicklable import find_unpicklable
 from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
@@ -363,6 +360,8 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
                 f"may be, {format_bytes(largest_file())}: raise the limit (ulimit -f), or use "
                 f"mp_context='fork', or {job.options.without_processes}",
             ) from error
+        from minloader._memory.unpicklable import refusal  # only to tell of an error
+
         sent = {
             "dataset": job.dataset,
             "transform": job.transform,
@@ -370,42 +369,7 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
             "worker_init_fn": job.worker_init_fn,
             "on_sample_error": job.options.on_sample_error,
         }
-        for name, value in sent.items():
-            found = find_unpicklable(value, name, start_method)
-            if found is not None:
-                path, part, cause = found
-                raise TypeError(
-                    f"{name} cannot be sent to worker processes: {path} is a "
-                    f"{type(part).__qualname__} ({cause}); "
-                    f"{_advice(part, cause, start_method, job.options.without_processes)}"
-                ) from error
-        raise
-
-
-def _advice(part: Any, cause: str, start_method: str | None, otherwise: str) -> str:
-    """Return what to do about a part that cannot be sent to worker processes."""
-    if isinstance(part, GeneratorType):
-        return (
-            "it can be read once, in one place: give an object whose __iter__ begins anew, such as "
-            "a class with the generator function as its __iter__"
-        )
-    if start_method is None and must_be_inherited(part):
-        return "use executor='process', whose workers are started by this process"
-    if "fork context" in cause:
-        return (
-            f"make it with multiprocessing.get_context({start_method!r}), or start the workers "
-            "by 'fork' too"
-        )
-    if "memory that processes share" in cause:
-        return (
-            "give the dataset what it is a view of (a multiprocessing Array, a SharedMemory, a "
-            "shared tensor), or a copy of the array; or start the workers by 'fork'"
-        )
-    if "since it was mapped" in cause:
-        return "open it anew, or start the workers by 'fork'"
-    if "CField" in cause:
-        return "define its ctypes class in a module, which workers import"
-    return (
-        "make it in worker_init_fn or when it is first used, leave it out in __getstate__, or "
-        + otherwise
-    )
+        refused = refusal(sent, start_method, job.options.without_processes)
+        if refused is None:
+            raise
+        raise refused from error

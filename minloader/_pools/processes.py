@@ -54,7 +54,6 @@ from typing import Any, ClassVar
 from minloader._checks import snapshot
 from minloader._errors import WorkerDied
 from minloader._memory import forks
-from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, close_pools
@@ -234,7 +233,11 @@ class _WorkerContext:
         """Return a process that is set up as the next worker before it runs ``target``."""
         # One whose start failed gives its number back.
         self._started = self.workers
-        inheritance = Inheritance(self._inherited)  # of this process alone
+        inheritance = None
+        if self._inherited:
+            from minloader._memory.inherited import Inheritance  # of few jobs
+
+            inheritance = Inheritance(self._inherited)  # of this process alone
         index = len(self._started)
         args = (self._setup, index, inheritance, target, args)
         context: Any = self._context  # that it has a Process is true of every real one

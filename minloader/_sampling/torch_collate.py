@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from minloader._memory.pickling import is_plain
+from minloader._memory.arrays import is_plain
 from minloader._memory.slot_writer import empty
 from minloader._memory.tensors import as_tensor, is_plain_tensor, numpy_like
 from minloader._sampling.collate import refuse_loss, refuse_none, what_numpy_drops

@@ -19,9 +19,9 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from minloader._memory.decorated import MAIN
 from minloader._memory.files import SharedFile
 from minloader._memory.pickling import pack, unpack
+from minloader._memory.reducers import MAIN
 
 _get_preparation_data = multiprocessing.spawn.get_preparation_data
 

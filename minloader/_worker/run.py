@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from minloader._checks import WHOLE_ITEM, reads_at_once, snapshot
 from minloader._errors import BatchError, TransportError
-from minloader._memory import registered
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
+from minloader._memory.reducers import arrived
 from minloader._memory.slot_writer import NoSlot
-from minloader._memory.unpicklable import find_unpicklable
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
 from minloader._worker.import_hook import when_imported
@@ -123,7 +122,7 @@ class Worker:
     def __init__(self, job: Job, info: WorkerInfo, environment: Environment) -> None:
         info.dataset = job.dataset
         info.rank = job.options.rank
-        for (name, _), action in snapshot(registered.arrived.items()):
+        for (name, _), action in snapshot(arrived.items()):
             when_imported(name, action)  # before any code of the user's runs
         self.info = info  # while a stream is read, that of its shard
         self.id = info.id
@@ -507,6 +506,8 @@ def _unpackable(batch: Any, error: BaseException, otherwise: str) -> Failure:
     try:
         if isinstance(error, MemoryError):
             raise error  # no part of the batch is at fault
+        from minloader._memory.unpicklable import find_unpicklable  # only to tell of an error
+
         path, part, cause = find_unpicklable(batch, "batch") or ("batch", batch, error)
         error = TransportError(
             f"a batch of type {type(batch).__qualname__} cannot be sent to the parent: "

@@ -19,11 +19,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader._checks import refuse_breakpoint
 from minloader._memory.files import unlink
-from minloader._memory.inherited import Inheritance
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory
 from minloader._worker import current
@@ -44,6 +43,9 @@ from minloader._worker.messages import (
 from minloader._worker.plugins import Plugin, before_batch
 from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_random_on_first_use
+
+if TYPE_CHECKING:
+    from minloader._memory.inherited import Inheritance
 
 logger = logging.getLogger("minloader")
 
@@ -77,7 +79,7 @@ TOKEN = "MINLOADER_TOKEN"
 """Environment variable by which the processes that a worker started are known when it is dead."""
 
 
-def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
+def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> None:
     """Make this process a worker, before its first task. Never raises."""
     global failed_start
     # Workers share the processors among themselves; these are read when the libraries are
@@ -111,7 +113,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance) -> None:
             if name in sys.modules:  # it would reuse an executor whose threads a fork has not
                 importlib.reload(sys.modules[name])
         when_imported("torch.storage", _follow_torch)
-        inherited = inheritance.load()
+        inherited = [] if inheritance is None else inheritance.load()
         job = setup.address.load(inherited=inherited)
         for plugin in setup.plugins:
             plugin.loaded()
@@ -247,7 +249,7 @@ def refuse_avalanche() -> None:
 def worker_main(
     setup: WorkerSetup,
     index: int,
-    inheritance: Inheritance,
+    inheritance: Inheritance | None,
     target: Callable[..., Any],
     args: Any,
 ) -> None:
