@@ -31,11 +31,11 @@ from minloader._memory.reducers import (
     Reducers,
     as_it_is,
     imported,
-    is_registered,
     is_told,
     reducer_by_value,
     reducer_down,
     registered,
+    registrations,
 )
 from minloader._memory.slot_writer import NO_SLOT, NoSlot, SlotWriter, use
 
@@ -106,8 +106,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if reduced is not NotImplemented:
             return reduced
         reduced = super().reducer_override(obj)
-        if self.down and is_by_value and isinstance(obj, type) and is_registered(obj):
-            return imported("registered:with_registrations")(obj, reduced)
+        if self.down and is_by_value and isinstance(obj, type) and (known := registrations(obj)):
+            return imported("registered:with_registrations")(reduced, known)
         return reduced
 
     def dump(self, obj: Any) -> None:

@@ -88,7 +88,7 @@ INHERITED = {
 """The classes from which that derives which processes may have to inherit, see inherited.py."""
 
 REGISTRIES = {"torch.utils._pytree": "SUPPORTED_NODES", "jax._src.tree_util": "_registry"}
-"""Libraries of trees, and what they have of the classes that were registered with them."""
+"""Libraries of trees, and what has the classes that were registered there: nothing public tells."""
 
 arrived: dict[tuple[str, type], Callable[[types.ModuleType], None]] = {}
 """By the name of a library, and a class that has come by value: what is to be called with the
@@ -207,11 +207,10 @@ def reducer_by_value(obj: Any) -> Reduce | None:
     return imported(found[0]) if found else None
 
 
-def is_registered(cls: type) -> bool:
-    """Whether a class was registered with a library of trees."""
-    return any(
-        cls in getattr(sys.modules.get(name), registry, ()) for name, registry in REGISTRIES.items()
-    )
+def registrations(cls: type) -> list[Any]:
+    """Return what libraries of trees know a class as."""
+    registries = (getattr(sys.modules.get(name), REGISTRIES[name], {}) for name in REGISTRIES)
+    return [registry[cls] for registry in registries if cls in registry]
 
 
 def may_be_inherited(kind: type) -> bool:

@@ -9,7 +9,6 @@ the worker, as soon as that has imported the library.
 from __future__ import annotations
 
 import logging
-import sys
 from functools import partial
 from typing import Any
 
@@ -21,28 +20,21 @@ TORCH = "torch.utils._pytree"
 JAX = "jax.tree_util"
 
 
-def with_registrations(cls: type, reduced: Any) -> Any:
+def with_registrations(reduced: Any, known: list[Any]) -> Any:
     """Return a reduced class such that it is registered where it arrives.
 
     Args:
-        cls: the class.
         reduced: as cloudpickle does it, by value: the last part sets the state.
+        known: what libraries know the class as.
     """
+    registered: dict[str, tuple[Any, ...]] = {}
+    for each in known:
+        if hasattr(each, "to_iter"):
+            registered[JAX] = each.to_iter, each.from_iter
+        else:
+            registered[TORCH] = each.flatten_fn, each.unflatten_fn, each.flatten_with_keys_fn
     *before, set_state = reduced
-    return *before, partial(_set_state, set_state, _registrations(cls))
-
-
-def _registrations(cls: type) -> dict[str, tuple[Any, ...]]:
-    """Return the functions that a class was registered with, by the names of modules."""
-    found: dict[str, tuple[Any, ...]] = {}
-    node = getattr(sys.modules.get(TORCH), "SUPPORTED_NODES", {}).get(cls)
-    if node is not None:
-        found[TORCH] = node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn
-    # Nothing that is public tells.
-    entry = getattr(sys.modules.get("jax._src.tree_util"), "_registry", {}).get(cls)
-    if entry is not None:
-        found[JAX] = entry.to_iter, entry.from_iter
-    return found
+    return *before, partial(_set_state, set_state, registered)
 
 
 def _set_state(set_state: Any, registered: dict[str, Any], cls: Any, state: Any) -> Any:
