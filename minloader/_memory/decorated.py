@@ -69,6 +69,8 @@ def _dispatch_again(decorator: Any, function: Any, implementations: list[tuple[t
 
 def reduce_struct(struct: Any) -> Any:
     """Reduce a Struct of msgspec, which is made by its fields."""
+    if type(struct).__module__ != "msgspec._core":
+        return NotImplemented  # of another metaclass, which would be lost
     structs = sys.modules["msgspec.structs"]
     own = inspect.get_annotations(struct)
     fields = [each for each in structs.fields(struct) if each.name in own]
