@@ -206,10 +206,6 @@ class Loader(Generic[B]):
                 without_processes=self._without_processes,
             ),
         )
-        if job.options.seed_generators:
-            from minloader._worker.own_generators import check_can_be_seeded  # of few
-
-            check_can_be_seeded(job, executor)
         factory = make_factory(
             job=job,
             executor=executor,
@@ -217,6 +213,10 @@ class Loader(Generic[B]):
             budget=budget,
             timeout=timeout,
         )
+        if job.options.seed_generators:
+            from minloader._worker.own_generators import check_can_be_seeded  # of few
+
+            check_can_be_seeded(job, factory.kind)
         group = PoolGroup(
             factory=factory, num_workers=num_workers, prefetch_factor=prefetch_factor, seed=seed
         )

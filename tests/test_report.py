@@ -24,11 +24,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from minloader import Loader
-from minloader._checks import format_seconds
 from minloader._diagnosis.page import data as page_data
 from minloader._diagnosis.page import fragment, render
 from minloader._diagnosis.page import text as page_text
 from minloader._diagnosis.stats import Stats, Timeline
+from minloader._diagnosis.verdict import format_seconds
 from minloader._epochs.counters import Event
 from tests.helpers import Squares
 

@@ -36,7 +36,8 @@ def _log(seconds: float, importing: float, before: set[str]) -> None:
     if seconds < LONG_START or time.process_time() < LONG_START / 2:
         return
     packages = Counter(name.partition(".")[0] for name in sys.modules.keys() - before)
-    found = [name for name, _ in packages.most_common() if name not in sys.stdlib_module_names]
+    others = sys.stdlib_module_names | {"minloader"}
+    found = [name for name, _ in packages.most_common() if name not in others]
     names = f" ({', '.join(found[:5])})" if found else ""  # the largest first
     if importing > seconds / 2:
         advice = (

@@ -294,16 +294,18 @@ def _names(code: CodeType) -> Iterable[str]:
 # --- seeded
 
 
-def check_can_be_seeded(job: Job, executor: Any) -> None:
+def check_can_be_seeded(job: Job, kind: str) -> None:
     """Refuse to seed them where several batches draw from one at the same time.
+
+    Args:
+        job: what batches are made of.
+        kind: where, as ``PoolFactory.kind``.
 
     Raises:
         ValueError: it is so.
     """
-    from concurrent.futures import ThreadPoolExecutor  # workers import this module
-
     shared = ""
-    if executor == "thread" or isinstance(executor, ThreadPoolExecutor):
+    if kind == "thread":
         shared = "threads share the generators of one dataset"
     elif reads_at_once(job.dataset):
         shared = "reads of concurrent() share the generators of their dataset"

@@ -349,6 +349,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
     @property
     def stats(self) -> Stats:
         """What took how long so far; see :class:`minloader.Stats`. A copy, as of now."""
+        from minloader._diagnosis.stats import Stats
+
         return Stats() if self._loader is None else self._loader.stats
 
     @property
