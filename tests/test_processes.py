@@ -52,6 +52,7 @@ import minloader
 from minloader import Loader
 from minloader._diagnosis.inspect import inspect
 from minloader._pools import fork_server
+from minloader._pools.processes import WorkerProcess
 from minloader._pools.ticket import Bell
 from minloader._worker import lifetimes
 from minloader._worker.messages import TaskMessage
@@ -751,6 +752,14 @@ def test_a_worker_leaves(tmp_path, leave, method):
     with Loader(leave, [str(tmp_path)], num_workers=1, mp_context=method) as loader:
         (child,) = loader
     assert leave is crash_at_exit or (tmp_path / "left").exists()
+    assert eventually(lambda: not alive(child))
+
+
+def test_a_worker_leaves_while_another_thread_reaps_it(tmp_path, monkeypatch):
+    """Its exit code is not known then."""
+    with Loader(crash_at_exit, [str(tmp_path)], num_workers=1) as loader:
+        (child,) = loader
+        monkeypatch.setattr(WorkerProcess, "exitcode", None, raising=False)
     assert eventually(lambda: not alive(child))
 
 

@@ -355,11 +355,11 @@ class _Executor(Executor):
 
     def clean_up(self) -> None:
         """Remove what the workers may have left; the last thing, when they have ended."""
-        codes = [worker.exitcode for worker in self.workers]  # of each: to look is to reap
+        codes = {worker.exitcode for worker in self.workers}  # of each: to look is to reap
         self.heartbeats.close()
         self._logs.close(GRACE)
         killed = [pid for worker in self.workers for pid in worker.killed]
-        if self.broken or any(codes):
+        if self.broken or codes - {0}:  # None: another thread is just reaping it
             killed += kill_marked(TOKEN, self.setup.token)
         reap_orphans([worker.pid for worker in self.workers], killed, GRACE)
 
