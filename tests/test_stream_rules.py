@@ -111,8 +111,9 @@ def test_a_shuffled_stream_of_hugging_face_comes_once():
 
 
 @ways
-def test_no_more_tasks_than_were_asked_for(way):
+def test_no_more_tasks_than_were_asked_for(way, monkeypatch):
     """With more shards than workers too."""
+    monkeypatch.setattr(lane, "MAX_SHARD_CHUNK", 1)  # or it lasts until the former ones are done
     with Loader(Steady(600), num_workers=4, executor=way, prefetch_factor=2) as loader:
         batches, given = iter(loader), []
         for count in (4, 1, 3):
