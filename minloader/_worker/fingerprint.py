@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from minloader._errors import breaks_in
+
 logger = logging.getLogger("minloader")
 
 DEPTH = 8
@@ -51,5 +53,7 @@ def _plain(value: Any, depth: int) -> Any:
         # As a list first: a masked number is None there, and float() of it would warn.
         return None if flat is None else list(map(float, flat[:DEPTH].tolist()))
     except Exception as error:  # of the user's own objects; the batch matters more
+        if breaks_in(error):
+            raise
         logger.debug("a sample of type %s has no fingerprint: %r", type(value).__name__, error)
         return None
