@@ -43,6 +43,8 @@ from minloader import (
 from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.verdict import format_seconds
+from minloader._errors import PACKAGE, breaks_in
+from minloader._worker.environment import InlineEnvironment
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -377,3 +379,23 @@ def test_errors_that_are_no_exceptions_come_once_from_threads(own, concurrently)
             got = outcomes(iter(loader), 9)
     assert got.pop(3).args[0].endswith("CancelledError: of the dataset")
     assert got == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(("folder", "is_ours"), [(PACKAGE, True), (f"{PACKAGE}_of_mine", False)])
+def test_a_time_limit_takes_the_place_of_a_batch_in_the_users_code_alone(folder, is_ours):
+    """Without workers; also where the user's folder begins as ours does."""
+    code = compile("def load(): signal.raise_signal(signal.SIGALRM)", f"{folder}/data.py", "exec")
+    names: dict[str, Any] = {"signal": signal}
+    exec(code, names)
+
+    def ring(signum: int, frame: Any) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(TimeoutError) as raised:
+            names["load"]()
+        assert breaks_in(raised.value)
+        assert InlineEnvironment(is_stream=False).ends_program(raised.value) == is_ours
+    finally:
+        signal.signal(signal.SIGALRM, former)

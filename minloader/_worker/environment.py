@@ -136,7 +136,7 @@ class InlineEnvironment(Environment):
         if not isinstance(error, Exception):
             return not isinstance(error, SystemExit)
         # What breaks into the user's code takes the place of the batch.
-        return file_broken_into(error).startswith(PACKAGE)
+        return file_broken_into(error).startswith(os.path.join(PACKAGE, ""))
 
 
 class PackingEnvironment(Environment):
