@@ -29,7 +29,7 @@ from minloader._epochs.counters import track_of
 from minloader._epochs.failures import Losses
 from minloader._epochs.feed import SamplerFeed, SamplerSource
 from minloader._epochs.interrupts import Interrupts
-from minloader._epochs.lane import MISSING, Lane
+from minloader._epochs.lane import MISSING, Coming, Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Ordinals, Position, deliver
 from minloader._epochs.shard_feed import ShardFeed
@@ -144,10 +144,10 @@ class Epoch:
             lanes.append(Lane(number, self.shared, feed, start, self._bell, call))
         # Without a call in between.
         self.lanes = lanes
-        self._open = lanes
+        self._open = lanes  # those that are not known to be over
         self.held = held
 
-    def begin_again(self) -> None:
+    def _begin_again(self) -> None:
         """Make the lanes again: something that broke in may have torn them."""
         position = self._position(())
         self._leave_lanes()
@@ -267,14 +267,15 @@ class Epoch:
         Args:
             process: in which the iterator was begun.
         """
-        lanes = self._open  # those that were not over when that was asked last
-        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=TURN)
+        lanes = self._open
         if (
-            self._compares
+            not lanes
+            or self._compares
             or self._generation != self.shared.generation
             or process is not forks.process
         ):
-            return lane, MISSING
+            return self.lanes[0], MISSING
+        lane = lanes[0] if len(lanes) == 1 else min(lanes, key=TURN)
         return lane, lane.at_hand()
 
     def take(self, *, holds: bool, is_plain: bool) -> Commit | None:
@@ -284,20 +285,32 @@ class Epoch:
             holds: whether it is delivered to somebody ahead of the consumer.
             is_plain: whether nothing is done with it but to hand it over. If it is at hand then,
                 that is all that is returned.
+
+        Raises:
+            RuntimeError: the loader is closed, or another state was loaded.
         """
+        if self._generation != self.shared.generation:
+            self.shared.check_open()
+            raise RuntimeError(
+                "load_state_dict was called after this iterator was begun; call iter(loader) to "
+                "continue from that state"
+            )
+        if self._interrupts.is_unsure:
+            self._begin_again()
+        self._interrupts.is_unsure = True
         self._is_held = holds
         while True:
-            lane = self._next_lane()
-            if lane is None:
+            lane, coming = self._next()
+            if coming is Coming.END:
                 delivery = self._last_error()
                 if delivery is None:
                     return None
-                return self._commit(self.lanes[0], delivery, holds=holds, is_last=True)
-            if lane.is_at_error:
+                return self._commit(lane, delivery, holds=holds, is_last=True)
+            if coming is Coming.ERROR:
                 delivery = self._no_batch(lane, lane.feed.error)
                 return self._commit(lane, delivery, holds=holds)
             may_be_at_hand = is_plain and not self._compares
-            if may_be_at_hand and lane is min(self._open, key=TURN) and lane.is_at_hand:
+            if may_be_at_hand and lane is min(self._open, key=TURN) and lane.is_at_hand():
                 return AT_HAND  # type: ignore[no-any-return]
             delivery = self._delivery(lane)
             if delivery.error is not None or delivery.outcome is not SKIP:
@@ -447,101 +460,61 @@ class Epoch:
 
     # --- whose turn it is
 
-    def _next_lane(self) -> Lane | None:
-        """Return the lane that has what comes next, as soon as it is here; None at the end.
-
-        What is here is a batch of the lane's current task, or an error of the sampler.
-        """
-        lane = self.lanes[0]
-        if len(self.lanes) == 1 and lane.is_within_task:
-            return lane
+    def _next(self) -> tuple[Lane, Coming]:
+        """Return the lane that has what comes next, and what that is, as soon as it is here."""
         begin = perf_counter()
-        try:
-            return self._wait_for_lane()
-        finally:
-            self.shared.counters.count_task_wait(begin)
-
-    def _wait_for_lane(self) -> Lane | None:
         has_grown = False
-        while True:
+        while self._open:
             if self.shared.is_closed:
                 self.shared.check_open()
-            lanes = [lane for lane in self.lanes if not lane.is_over]
-            if not lanes:
-                if self._shard_watch is not None:
-                    self._shard_watch.count_empty(self.lanes)
-                return None
-            self._open = lanes
-            if len(lanes) > 1:
-                lanes = sorted(lanes, key=TURN)
+            lanes = sorted(self._open, key=TURN)
+            first = lanes[0]
             may_be_next = lanes[:1] if self.shared.options.in_order else lanes
             for lane in may_be_next:
                 former = lane.current
-                if lane.ready():
-                    if lane.current is not former:
-                        self.fill()  # before the consumer gets to work
-                    return lane
-                if lane.is_at_error:
-                    return lane
-            if self._send_next(lanes[0]):
+                coming = lane.look()
+                if coming is Coming.BATCH and lane.current is former:
+                    return lane, coming
+                if coming is Coming.BATCH:
+                    self.fill()  # before the consumer gets to work
+                if coming is Coming.BATCH or coming is Coming.ERROR:
+                    self.shared.counters.count_task_wait(begin)
+                    return lane, coming
+            if any(lane.is_over for lane in may_be_next):
+                self._open = [lane for lane in self._open if not lane.is_over]
                 continue
-            if lanes[0].is_over or lanes[0].is_at_error:
-                continue  # the sampler, just asked for more, has ended or failed
+            # It is sent even where there is no room, since the consumer waits for it. With
+            # ``num_workers=0`` there never is, and this is what makes a batch.
+            is_next_unsent = not first.tasks or first.tasks[0].is_unsent
+            is_sent = is_next_unsent and first.send_more()
+            if self.fill() or is_sent or not first.tasks:
+                continue  # without a task, the sampler has ended or failed just now
             if not has_grown:
                 for lane in may_be_next:
                     lane.grow()
                 has_grown = True
-            self._wait()
-
-    def _wait(self) -> None:
-        self._interrupts.let_through(self._bell.wait)
-        for lane in self.lanes:
-            lane.receive_all()
-
-    # --- down
-
-    def _send_next(self, lane: Lane) -> bool:
-        """Have the next batch under way, and others. Return whether any was sent.
-
-        The next one is sent even where :meth:`fill` has no room, since the consumer waits for it.
-        With ``num_workers=0`` there never is room, and this is what makes a batch.
-        """
-        is_sent = False
-        if not lane.tasks or lane.tasks[0].is_unsent:
-            is_sent = lane.send_more()
-        return self.fill() or is_sent
+            self._interrupts.let_through(self._bell.wait)
+            for lane in self.lanes:
+                lane.receive_all()
+        self.shared.counters.count_task_wait(begin)
+        if self._shard_watch is not None:
+            self._shard_watch.count_empty(self.lanes)
+        return self.lanes[0], Coming.END
 
     def fill(self) -> bool:
         """Have as many tasks under way as may be. Return whether any was sent."""
         room = self.shared.group.max_in_flight - self.in_flight
-        has_moved = False
-        while room > 0 and self._send_one():
-            has_moved = True
+        has_sent = False
+        while room > 0:
+            lanes = self.lanes
+            if len(lanes) > 1:  # in the order in which they are taken from, if there is one
+                key: Any = NEXT_UNSENT if self.shared.options.in_order else _by_work
+                lanes = sorted(lanes, key=key)
+            if not any(lane.send_more() for lane in lanes):
+                break
+            has_sent = True
             room -= 1
-        return has_moved
-
-    def _send_one(self) -> bool:
-        """Send a task. Return whether there was any."""
-        lanes = self.lanes
-        if len(lanes) > 1:  # in the order in which they are taken from, if there is one
-            key: Any = _by_work
-            if self.shared.options.in_order:
-                key = NEXT_UNSENT
-            lanes = sorted(lanes, key=key)
-        return any(lane.send_more() for lane in lanes)
-
-    def check_may_go_on(self) -> None:
-        """Raise what forbids to go on.
-
-        Raises:
-            RuntimeError: the loader is closed, or another state was loaded.
-        """
-        if self._generation != self.shared.generation:
-            self.shared.check_open()
-            raise RuntimeError(
-                "load_state_dict was called after this iterator was begun; call iter(loader) to "
-                "continue from that state"
-            )
+        return has_sent
 
 
 def _by_work(lane: Lane) -> tuple[int, int]:

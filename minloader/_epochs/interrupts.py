@@ -6,7 +6,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 from collections.abc import Callable
 from threading import get_ident, main_thread
-from typing import Any, Self
+from typing import Any
 
 from minloader._memory.files import InterruptHolder
 
@@ -40,9 +40,13 @@ class Interrupts(InterruptHolder):
         self._held: Any = None
         self._passed: BaseException | None = None
 
-    def __enter__(self) -> Self:
-        self._hold()
-        return self
+    def __enter__(self) -> None:
+        former = _signal.getsignal(_SIGINT)
+        if not callable(former) or former == self._note:
+            return
+        if get_ident() == main_thread().ident:
+            self._former = former
+            _signal.signal(_SIGINT, self._note)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.is_unsure = error is not None and error is not self._passed
@@ -60,18 +64,10 @@ class Interrupts(InterruptHolder):
                 self._release()
                 return function(*args)
             finally:
-                self._hold()
+                self.__enter__()
         except BaseException as error:
             self._passed = error
             raise
-
-    def _hold(self) -> None:
-        former = _signal.getsignal(_SIGINT)
-        if not callable(former) or former == self._note:
-            return
-        if get_ident() == main_thread().ident:
-            self._former = former
-            _signal.signal(_SIGINT, self._note)
 
     def _release(self) -> None:
         former = self._former

@@ -222,12 +222,8 @@ class Batches(Iterator[B], Generic[B]):
         assert epoch is not None
         if self._process is not forks.process:
             self._check_process(epoch)
-        epoch.check_may_go_on()
         counters = epoch.shared.counters
         counters.come(begin)
-        if self.interrupts.is_unsure:
-            epoch.begin_again()
-        self.interrupts.is_unsure = True
         commit = epoch.take(holds=self.holds, is_plain=self.is_plain)
         if commit is not AT_HAND:
             counters.leave(begin, working=commit is not None)

@@ -21,6 +21,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, Final
 
 from minloader._checks import snapshot
@@ -33,7 +34,6 @@ from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
 from minloader._memory.pickling import pack
-from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.messages import Failure, Reply, TaskMessage, ordinal_in_epoch
 from minloader._worker.run import CHUNK_SECONDS
@@ -56,6 +56,16 @@ memory of all."""
 
 MISSING: Final = object()
 """In place of a batch: it is not at hand."""
+
+
+class Coming(Enum):
+    """What comes next in a lane."""
+
+    BATCH = 0  # it is here, or SKIP, or what a batch has failed with
+    ERROR = 1  # of the sampler
+    END = 2
+    LATER = 3  # nothing is here yet
+
 
 NO_BATCH = (Failure, Delivery, type(SKIP))
 """Types of outcomes that are more work than to hand them over."""
@@ -118,36 +128,22 @@ class Lane:
         may_chunk = options.chunks or self.feed.source.may_be_read_ahead
         return MAX_CHUNK if may_chunk else 1
 
-    def _newest_pool(self) -> Pool:
-        """Return the pool that makes the batches now."""
-        return self.shared.group.pool(self.feed.shard)
-
     def _adopt(self) -> None:
         """Send tasks to the pool that there is now."""
-        self.pool = self._newest_pool()
+        self.pool = self.shared.group.pool(self.feed.shard)
         self.pool.forgive_failed_starts()
-
-    @property
-    def is_within_task(self) -> bool:
-        """Whether the current task has more to deliver."""
-        current = self.current
-        return current is not None and self.next_in(current) < current.stop
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether all that was drawn was delivered."""
-        return not self.tasks and not self.is_within_task
 
     @property
     def is_over(self) -> bool:
         """Whether all that there is was delivered."""
         feed = self.feed
-        return feed.is_ended and feed.error is None and self.is_exhausted
+        return feed.is_ended and feed.error is None and not self.tasks and not self._is_within_task
 
     @property
-    def is_at_error(self) -> bool:
-        """Whether an error of the sampler comes next."""
-        return self.feed.error is not None and self.is_exhausted
+    def _is_within_task(self) -> bool:
+        """Whether the current task has more to deliver."""
+        current = self.current
+        return current is not None and self.next_in(current) < current.stop
 
     def position(self, held: Sequence[tuple[Task, int]] = ()) -> LanePosition:
         """Return how far batches were delivered.
@@ -180,33 +176,40 @@ class Lane:
 
     def send_more(self) -> bool:
         """Send a task that waits for it, or else draw another. Return whether there was any."""
-        if self._newest_pool() is not self.pool:
+        if self.shared.group.pool(self.feed.shard) is not self.pool:
             if any(task.ticket is not None for task in self.tasks):
                 return False  # first they come from where they are
             self._adopt()
-        unsent = self._unsent
-        if unsent is None:
-            unsent = self._draw()
-        if unsent is None:
+        task = self._unsent() or self._draw()
+        if task is None:
             return False
-        self._send(unsent)
+        is_retried = task.tries > 0 or task.suspects is not None
+        message = TaskMessage(
+            ordinal=task.first,
+            epoch=self.feed.epoch,
+            items=task.items,
+            shard=self.feed.shard_of(task),
+            alone=is_retried or not self.shared.options.retries,
+            # A copy each time: what is raised has frames, which would stay with the task.
+            suspects=None if task.suspects is None else pack(task.suspects, down=True),
+        )
+        task.ticket = self.pool.submit(message, self._bell)  # what goes wrong comes in its turn
         if not self.pool.num_workers:
             try:
-                self._call(self.pool.wait, unsent.ticket, self._bell)  # which makes the batch
+                self._call(self.pool.wait, task.ticket, self._bell)  # which makes the batch
             except BaseException:
-                unsent.forget()  # it is made once more
+                task.forget()  # it is made once more
                 raise
         return True
 
     @property
     def next_unsent(self) -> int:
         """Ordinal of the first batch that was not sent."""
-        unsent = self._unsent
+        unsent = self._unsent()
         return self.feed.next if unsent is None else unsent.first
 
-    @property
     def _unsent(self) -> Task | None:
-        """The first task that waits for being sent."""
+        """Return the first task that waits for being sent."""
         for task in self.tasks:  # no generator: there may be hundreds
             if task.ticket is None and task.reply is None:
                 return task
@@ -231,8 +234,10 @@ class Lane:
                 return None
             self.shared.counters.drew(begin, len(drawn.items))
             first = self.next_in(drawn)
-            task = drawn.part(first - drawn.first, len(drawn.items))
-            if task.items:  # else they were delivered before, or left out
+            task = drawn
+            if first > drawn.first:  # some were delivered before, or left out
+                task = drawn.part(first - drawn.first, len(drawn.items))
+            if task.items:
                 self.tasks.append(task)
             self._drawn = None
             if task.items:
@@ -254,7 +259,8 @@ class Lane:
         state_error = feed.note_state()
         task = Task(first=feed.next, items=[], source_state=feed.known)
         self._drawn = task
-        limit = self._most_at_once(feed.next)
+        ahead = [ordinal for ordinal in self.ahead if ordinal > task.first]
+        limit = min(ahead, default=task.first + MAX_CHUNK) - task.first
         reads = self.shared.options.concurrency if self.shared.group.max_in_flight else 0
         until = begin + CHUNK_SECONDS  # a slow sampler must not hold up those that are there
         most = min(self._chunk, limit)
@@ -266,27 +272,6 @@ class Lane:
         if state_error is not None and task.items and feed.error is None:
             feed.fail(state_error)
         feed.finish(task)
-
-    def _most_at_once(self, first: int) -> int:
-        """Return how many items there are from an ordinal up to one that came before its turn."""
-        if first < self.delivered:
-            return self.delivered - first
-        behind = [ordinal for ordinal in self.ahead if ordinal > first]
-        return min(behind, default=first + MAX_CHUNK) - first
-
-    def _send(self, task: Task) -> None:
-        """Send a task off. What goes wrong with that comes in its turn."""
-        is_retried = task.tries > 0 or task.suspects is not None
-        message = TaskMessage(
-            ordinal=task.first,
-            epoch=self.feed.epoch,
-            items=task.items,
-            shard=self.feed.shard_of(task),
-            alone=is_retried or not self.shared.options.retries,
-            # A copy each time: what is raised has frames, which would stay with the task.
-            suspects=None if task.suspects is None else pack(task.suspects, down=True),
-        )
-        task.ticket = self.pool.submit(message, self._bell)
 
     # --- up
 
@@ -301,9 +286,8 @@ class Lane:
         """Return the ordinal of a batch in its epoch, as messages give it."""
         return ordinal_in_epoch(ordinal, shard=self.feed.shard, total=self.feed.total)
 
-    @property
     def is_at_hand(self) -> bool:
-        """Whether the current task has the next batch, and nothing else is to be done for it."""
+        """Return whether the current task has the next batch, and that need only be handed over."""
         task = self.current
         if task is None or self.ahead:
             return False
@@ -316,7 +300,7 @@ class Lane:
 
     def at_hand(self) -> Any:
         """Return the next batch if it is at hand, or else MISSING. Nothing notes that it was."""
-        if not self.is_at_hand:
+        if not self.is_at_hand():
             return MISSING
         task = self.current
         assert task is not None
@@ -331,36 +315,38 @@ class Lane:
     @property
     def has_come(self) -> bool:
         """Whether there seems to be something to deliver. It changes nothing."""
-        if self.is_within_task:
+        if self._is_within_task:
             return True
-        may_overtake = self.feed.may_overtake and not self.shared.options.in_order
         tasks = snapshot(self.tasks)
         return any(
             task.reply is not None or (task.ticket is not None and task.ticket.is_done)
-            for task in (tasks if may_overtake else tasks[:1])
+            for task in (tasks if self._may_overtake else tasks[:1])
         )
 
-    def ready(self) -> bool:
-        """Have a task be current that has something to deliver, if one is here.
+    @property
+    def _may_overtake(self) -> bool:
+        """Whether any task may be delivered next. Shards may overtake each other, but the batches
+        of one may not."""
+        return self.feed.may_overtake and not self.shared.options.in_order
 
-        It is the first one, or with ``in_order=False`` any, unless the feed is one of a shard:
-        shards may overtake each other, the batches of one may not.
-        """
-        if self.is_within_task:
-            return True
-        if self.shared.options.in_order or not self.feed.may_overtake:
-            return self._is_head_ready()
-        self.receive_all()
-        for task in snapshot(self.tasks):
-            if task.reply is not None:
-                if self.next_in(task) < task.stop:
-                    self.current = task
-                self.tasks.remove(task)
-                if self.current is task:
+    def look(self) -> Coming:
+        """Return what comes next. If it is a batch, the current task has it."""
+        if self._is_within_task or self._next_task():
+            return Coming.BATCH
+        if self.tasks:
+            return Coming.LATER
+        if self.feed.error is not None:
+            return Coming.ERROR
+        return Coming.END if self.feed.is_ended else Coming.LATER
+
+    def _next_task(self) -> bool:
+        """Have a task be the current one that has something to deliver, if one is here."""
+        if self._may_overtake:
+            self.receive_all()
+            for task in [each for each in self.tasks if each.reply is not None]:
+                if self._begin_with(task):
                     return True
-        return False
-
-    def _is_head_ready(self) -> bool:
+            return False
         while self.tasks:
             task = self.tasks[0]
             ticket = task.ticket
@@ -368,23 +354,24 @@ class Lane:
                 self._receive(task, ticket)  # others may take its place
             elif task.reply is None:
                 return False
-            else:
-                if self.next_in(task) < task.stop:
-                    self.current = task  # first: another thread may read a position
-                self.tasks.popleft()
-                if self.current is task:
-                    return True
+            elif self._begin_with(task):
+                return True
         return False
 
-    def receive_all(self) -> bool:
-        """Look at what has come back. Return whether there was any."""
-        has_moved = False
-        for task in snapshot(self.tasks):
+    def _begin_with(self, task: Task) -> bool:
+        """Have a task that has come back be the current one, unless it has nothing to deliver."""
+        has_more = self.next_in(task) < task.stop
+        if has_more:
+            self.current = task  # first: another thread may read a position
+        self.tasks.remove(task)
+        return has_more
+
+    def receive_all(self) -> None:
+        """Look at what has come back."""
+        for task in list(self.tasks):
             ticket = task.ticket
             if ticket is not None and ticket.is_done:
                 self._receive(task, ticket)
-                has_moved = True
-        return has_moved
 
     def _receive(self, task: Task, ticket: Ticket) -> None:
         """Make available what has come back, in its place; or prepare to send it again."""
