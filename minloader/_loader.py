@@ -17,14 +17,18 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
-from minloader import _checks as checks
-from minloader._checks import B, brief_repr, check_int
+from minloader import _arguments as arguments
+from minloader import _formats as formats
+from minloader import _protocols as protocols
+from minloader._arguments import checked_int
 from minloader._epochs.counters import Counters, EventFile
 from minloader._epochs.course import Course
 from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches, SeveralEpochs
 from minloader._epochs.options import Options, Shared
+from minloader._formats import brief_repr
 from minloader._pools.group import PoolFactory, PoolGroup
+from minloader._protocols import B
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import dealer_of, rank_of_stream
 from minloader._sampling.source import Indices
@@ -123,9 +127,9 @@ class Loader(Generic[B]):
     _arguments: tuple[dict[str, Any], dict[str, Any]]  # those given, and the defaults
     _without_processes = "use executor='thread'"  # what errors advise
 
-    __reduce__ = checks.refuse_copies
+    __reduce__ = arguments.refuse_copies
 
-    @checks.explain_arguments
+    @arguments.explain_arguments
     def __init__(
         self,
         dataset: Any,
@@ -154,33 +158,33 @@ class Loader(Generic[B]):
         worker_memory_limit: int | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        num_workers = checks.check_num_workers(num_workers)
-        prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
+        num_workers = arguments.checked_num_workers(num_workers)
+        prefetch_factor = checked_int("prefetch_factor", prefetch_factor, 1)
         self._any_seed = seed is None
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
-        seed = check_int("seed", seed, 0)
-        in_order = checks.check_bool("in_order", in_order)
+        seed = checked_int("seed", seed, 0)
+        in_order = arguments.checked_bool("in_order", in_order)
         make_factory = _factory_for(executor)
-        timeout = checks.check_timeout(timeout, executor)
-        retries = check_int("retries", retries, 0)
-        checks.check_memory_limit(worker_memory_limit, executor)
-        budget = checks.check_shared_memory(shared_memory)
-        checks.check_on_error("on_error", on_error)
-        checks.check_on_error("on_sample_error", on_sample_error)
-        max_errors = checks.check_max_errors(max_errors)
-        checks.check_callable("transform", transform)
-        checks.check_callable("collate_fn", collate_fn)
-        checks.check_callable("worker_init_fn", worker_init_fn)
+        timeout = arguments.checked_timeout(timeout, executor)
+        retries = checked_int("retries", retries, 0)
+        arguments.check_memory_limit(worker_memory_limit, executor)
+        budget = arguments.checked_shared_memory(shared_memory)
+        arguments.check_on_error("on_error", on_error)
+        arguments.check_on_error("on_sample_error", on_sample_error)
+        max_errors = arguments.checked_max_errors(max_errors)
+        arguments.check_callable("transform", transform)
+        arguments.check_callable("collate_fn", collate_fn)
+        arguments.check_callable("worker_init_fn", worker_init_fn)
 
-        chunks = checks.check_bool("chunks", chunks)
+        chunks = arguments.checked_bool("chunks", chunks)
 
         self.dataset = dataset
         self.sampler: Iterable[Any] = ()  # as given, or made here; of a stream, none
-        is_stream = checks.is_stream(dataset, sampler)
+        is_stream = protocols.is_stream(dataset, sampler)
         if is_stream:
-            batch_size = checks.check_stream(batch_size, shuffle, last_batch, collate_fn)
+            batch_size = arguments.checked_stream(batch_size, shuffle, last_batch, collate_fn)
         else:
-            checks.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
+            arguments.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             is_here = not num_workers or executor == "thread"
             self.sampler = _make_sampler(
                 dataset, sampler, batch_size, shuffle, last_batch, seed, is_here=is_here
@@ -202,14 +206,14 @@ class Loader(Generic[B]):
                 on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
                 rank=rank_of_stream(dataset) if is_stream else dealer_of(self.sampler).rank,
-                seed_generators=checks.check_bool("seed_generators", seed_generators),
+                seed_generators=arguments.checked_bool("seed_generators", seed_generators),
                 without_processes=self._without_processes,
             ),
         )
         factory = make_factory(
             job=job,
             executor=executor,
-            context=checks.check_context(mp_context, executor),
+            context=arguments.checked_context(mp_context, executor),
             budget=budget,
             timeout=timeout,
         )
@@ -225,7 +229,7 @@ class Loader(Generic[B]):
             retries=retries,
             on_error=on_error,
             max_errors=max_errors,
-            concurrency=checks.reads_at_once(dataset),
+            concurrency=protocols.reads_at_once(dataset),
             chunks=chunks,
         )
         self._shared = Shared(options, group)
@@ -250,7 +254,7 @@ class Loader(Generic[B]):
         is_made, public = "_end" in vars(self), name[0] != "_"
         own = type(self) is Loader or name in vars(self)  # not an attribute of a subclass
         if is_made and public and own and name not in ("epoch", "num_workers"):
-            checks.check_attribute(self, name, self._arguments[1])
+            arguments.check_attribute(self, name, self._arguments[1])
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -281,14 +285,14 @@ class Loader(Generic[B]):
     @num_workers.setter
     def num_workers(self, num_workers: int) -> None:
         self._shared.check_open()
-        num_workers = checks.check_num_workers(num_workers)
+        num_workers = arguments.checked_num_workers(num_workers)
         group = self._shared.group
         if num_workers != group.num_workers:
             group.tidy()
             self._shared.counters.former = self.stats.without_events()
             group.resize(num_workers)
             if self._course.shards is not None:
-                checks.warn_idle_workers(num_workers, self._course.shards)
+                formats.warn_idle_workers(num_workers, self._course.shards)
 
     @property
     def stats(self) -> Stats:
@@ -379,8 +383,8 @@ class Loader(Generic[B]):
         """
         if n is not None and until is not None:
             raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
-        n = None if n is None else check_int("n", n, 0)
-        until = None if until is None else check_int("until", until, 0)
+        n = None if n is None else checked_int("n", n, 0)
+        until = None if until is None else checked_int("until", until, 0)
         return SeveralEpochs(self._course, n, until)
 
     @property
@@ -402,7 +406,7 @@ class Loader(Generic[B]):
         Raises:
             TypeError, ValueError: it is no number of an epoch.
         """
-        self._course.set_number(check_int("epoch", epoch, 0))
+        self._course.set_number(checked_int("epoch", epoch, 0))
 
     def skip(self, n: int) -> None:
         """Leave out the next ``n`` batches without making them, as after a spike of the loss.
@@ -422,7 +426,7 @@ class Loader(Generic[B]):
             RuntimeError: the loader is closed; or :func:`minloader.prefetch` takes batches ahead of
                 the consumer; or the sampler, the dataset or ``on_error`` calls this.
         """
-        n = check_int("n", n, 0)
+        n = checked_int("n", n, 0)
         self._shared.check_open()
         if self._course.shards is not None:
             raise TypeError(
@@ -473,7 +477,7 @@ class Loader(Generic[B]):
                     f"allow is for a sampler of minloader's, but this loader has a stream, got "
                     f"{allow!r}; drop it"
                 )
-            checks.warn_idle_workers(self.num_workers, len(position.lanes))
+            formats.warn_idle_workers(self.num_workers, len(position.lanes))
         else:
             position = course.adapt(position, seed, allow)
         # Only now: the epoch under way goes on after a state that was refused.
@@ -552,10 +556,10 @@ def _make_sampler(
     have it as it was when they were started.
     """
     if sampler is not None:
-        checks.check_sampler_alone(batch_size, shuffle, last_batch)
-        checks.check_iterable("sampler", sampler)
+        arguments.check_sampler_alone(batch_size, shuffle, last_batch)
+        arguments.check_iterable("sampler", sampler)
         return sampler
-    size = checks.dataset_length(dataset)
+    size = arguments.dataset_length(dataset)
     count = _length_of(dataset) if is_here else (lambda: size)
     if batch_size is None and not shuffle and last_batch == "keep":
         return Indices(count)

@@ -27,12 +27,14 @@ from functools import partial
 from itertools import repeat
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from minloader._checks import B, brief_repr, check_int, is_iterable, refuse_copies
+from minloader._arguments import checked_int, refuse_copies
 from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.iterator import EXECUTING, Batches, SeveralEpochs
 from minloader._errors import breaks_in, not_the_end, without_frames
+from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._memory import forks
+from minloader._protocols import B, is_iterable
 
 A = TypeVar("A")
 
@@ -96,7 +98,7 @@ def prefetched(
             to call ``fn`` with. None: that is the batch. Behind another ``prefetch`` both are
             called in the thread.
     """
-    depth = check_int("depth", depth, 1)
+    depth = checked_int("depth", depth, 1)
     if not callable(fn):
         raise TypeError(f"fn must be callable, got {brief_repr(fn)}")
     if not is_iterable(batches):

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from minloader._checks import is_array_like
 from minloader._memory.files import is_leased
 from minloader._memory.tensors import numpy_like
 from minloader._prefetch import Prefetch, prefetched
+from minloader._protocols import is_array_like
 from minloader._sampling.collate import labels, refuse_loss, what_numpy_drops
 
 UNFIT = "USTOMm"

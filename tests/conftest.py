@@ -490,7 +490,7 @@ def quick_starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     def choose(method: str) -> Any:
         return get_context("forkserver" if method == "spawn" else method)
 
-    monkeypatch.setattr("minloader._checks.get_context", choose)
+    monkeypatch.setattr("minloader._arguments.get_context", choose)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -40,10 +40,10 @@ from minloader import (
     pack_collate,
     pad_collate,
 )
-from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.verdict import format_seconds
 from minloader._errors import PACKAGE, breaks_in
+from minloader._formats import format_bytes
 from minloader._worker.environment import InlineEnvironment
 
 pytestmark = pytest.mark.usefixtures("quick_starts")

@@ -47,10 +47,10 @@ from minloader import (
     Loader,
     MixtureSampler,
 )
-from minloader._checks import differences
 from minloader._epochs.feed import STATE_COST, SamplerFeed, SamplerSource
 from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
 from minloader._epochs.task import Task
+from minloader._formats import differences
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -19,10 +19,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from inspect import signature
 from typing import Any, NamedTuple
 
-from minloader._checks import brief_repr, check_int
+from minloader._arguments import checked_int
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.leaves import Leaf, Leaves, leaves
 from minloader._errors import MinloaderError
+from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._worker.own_generators import find_shared, own_message, states_of
 
@@ -124,8 +125,8 @@ def check_reproducible(
         TypeError, ValueError: an argument is wrong, ``make_loader`` makes no new Loader, or it
             has no batches.
     """
-    audit = Audit(make_loader, check_int("batches", batches, 1), check_int("epochs", epochs, 1))
-    return audit.run({check_int("workers", count, 0) for count in workers})
+    audit = Audit(make_loader, checked_int("batches", batches, 1), checked_int("epochs", epochs, 1))
+    return audit.run({checked_int("workers", count, 0) for count in workers})
 
 
 class NewLoaders:

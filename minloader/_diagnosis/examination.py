@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from minloader._checks import check_int
+from minloader._arguments import checked_int
 from minloader._diagnosis.audit import IrreproducibleError, NewLoaders, check_reproducible
 from minloader._diagnosis.findings import cause, pick, recommend
 from minloader._diagnosis.inspect import inspect
@@ -91,8 +91,8 @@ def examine(
             has no batches.
     """
     wanted = _usual_workers() if workers is None else workers
-    counts = sorted({check_int("workers", count, 0) for count in wanted})
-    factors = [check_int("prefetch", factor, 1) for factor in dict.fromkeys(prefetch)]
+    counts = sorted({checked_int("workers", count, 0) for count in wanted})
+    factors = [checked_int("prefetch", factor, 1) for factor in dict.fromkeys(prefetch)]
     if not counts or not factors:
         raise ValueError("workers and prefetch must have at least one number each")
     if not 0 < seconds < math.inf or not 0 <= step < math.inf:

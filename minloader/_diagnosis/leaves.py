@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from minloader._checks import brief_repr
+from minloader._formats import brief_repr
 
 MOST_LEAVES = 1_000
 """Leaves of a batch that are kept one by one, at some 300 bytes each. Of the others only a sum is

@@ -13,9 +13,9 @@ import statistics
 from importlib import resources
 from typing import Any
 
-from minloader._checks import format_bytes
 from minloader._diagnosis.stats import Stats
 from minloader._diagnosis.verdict import format_seconds, share
+from minloader._formats import format_bytes
 
 Row = tuple[str, str, str]
 """A row of the table: name, value, remark."""

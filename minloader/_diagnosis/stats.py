@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
-from minloader._checks import snapshot
 from minloader._epochs.counters import Counters, Event, Failed, Look
 from minloader._epochs.options import Shared
+from minloader._protocols import snapshot
 
 # The verdict and the page are imported when somebody asks for them, and they know what is here.
 

@@ -8,9 +8,9 @@ import logging
 import os
 from typing import Any
 
-from minloader._checks import brief_repr
 from minloader._diagnosis.stats import split_task
 from minloader._epochs.counters import Event
+from minloader._formats import brief_repr
 
 logger = logging.getLogger("minloader")
 

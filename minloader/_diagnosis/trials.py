@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minloader._checks import format_bytes
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.stats import Stats
+from minloader._formats import format_bytes
 from minloader._loader import Loader
 from minloader._worker.long_start import LongStart
 from minloader._worker.processor_time import ProcessorTime

@@ -6,8 +6,8 @@ import math
 import os
 import sys
 
-from minloader._checks import counted
 from minloader._diagnosis.stats import Stats
+from minloader._formats import counted
 from minloader._memory.limits import processors
 
 STAGES = {

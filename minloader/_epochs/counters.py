@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from minloader._checks import brief_repr
+from minloader._formats import brief_repr
 from minloader._worker.messages import Reply
 
 ERRORS_KEPT = 1000

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from minloader import _checks as checks
-from minloader._checks import brief_repr, has_epochs, is_stateful
+from minloader import _formats as formats
+from minloader import _protocols as protocols
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.feed import SamplerFeed, SamplerSource, check_length
 from minloader._epochs.interrupts import Interrupts
@@ -30,8 +30,10 @@ from minloader._epochs.position import (
     from_state,
     to_state,
 )
+from minloader._formats import brief_repr
 from minloader._memory.files import interrupts_held
 from minloader._memory.pickling import pack
+from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.reader import SourceState
@@ -128,7 +130,7 @@ class Course:
         if self.shards is None:
             lane = LanePosition(source_state=SourceState(0, self.source.state_before()))
             return Position(epoch=number, lanes=[lane])
-        state = checks.known_state(self._dataset)
+        state = protocols.known_state(self._dataset)
         if state is not None:
             state = pack({"dataset": state}, down=True)
         lane = LanePosition(source_state=SourceState(0, state), beginning=state)
@@ -145,7 +147,7 @@ class Course:
             return replace(self.next_position(), length=None)
         if start.is_stream and not is_stateful(self._dataset):
             shards = [lane for lane in start.lanes if lane.source_state.state is None]
-            checks.warn_rereading([lane.given for lane in shards if not lane.is_ended])
+            formats.warn_rereading([lane.given for lane in shards if not lane.is_ended])
         return start
 
     @property
@@ -220,7 +222,7 @@ class Course:
                 position = self.next_position()
             if self.cursor is cursor:
                 break  # else another thread has begun an epoch meanwhile
-        errors = tuple(checks.snapshot(self.shared.counters.last_errors))
+        errors = tuple(protocols.snapshot(self.shared.counters.last_errors))
         batch_size = self.shared.job.options.batch_size
         return to_state(replace(position, errors=errors), self.shared.group.seed, batch_size)
 
@@ -266,8 +268,8 @@ class Course:
             if self._is_own:
                 sampler.seed = seed
             state = lane.source_state.state
-            allowed = sampler._check_allowed(allow)
-            dealt_before = sampler._check(state, allowed)  # an error says what does not fit
+            allowed = sampler._checked_allowed(allow)
+            dealt_before = sampler._checked(state, allowed)  # an error says what does not fit
             if dealt_before:
                 return _dealt_anew(position, sampler, allowed)
         finally:

@@ -23,7 +23,6 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
-from minloader._checks import counted
 from minloader._epochs import failures
 from minloader._epochs.counters import track_of
 from minloader._epochs.failures import Losses
@@ -36,6 +35,7 @@ from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP, BatchError, breaks_in
+from minloader._formats import counted
 from minloader._memory import forks
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from minloader._checks import ADVICE, brief_repr, format_bytes
 from minloader._epochs.counters import ERRORS_KEPT, Counters, Failed, plain
 from minloader._errors import (
     SKIP,
@@ -22,6 +21,7 @@ from minloader._errors import (
     WorkerDied,
     breaks_in,
 )
+from minloader._formats import ADVICE, brief_repr, format_bytes
 from minloader._memory import pickling
 from minloader._pools.ticket import Death
 from minloader._worker.messages import Failure, Reply

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from minloader._checks import brief_repr, counted, differences, is_stateful
 from minloader._epochs import failures
 from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
 from minloader._errors import breaks_in, not_the_end, without_frames
+from minloader._formats import brief_repr, counted, differences
 from minloader._pools.base import HeldItem
+from minloader._protocols import is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import is_of_ranks, ranks_as_text, with_inner

@@ -26,13 +26,14 @@ from itertools import repeat
 from time import perf_counter
 from typing import Any, Generic, Self
 
-from minloader._checks import B, refuse_copies
+from minloader._arguments import refuse_copies
 from minloader._epochs.course import Course, Cursor
 from minloader._epochs.epoch import AT_HAND, Commit, Epoch
 from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.lane import MISSING
 from minloader._errors import not_the_end
 from minloader._memory import forks
+from minloader._protocols import B
 
 EXECUTING = (
     "the iterator is asked for a batch while it takes one: by another thread, or by what it calls "

@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Final
 
-from minloader._checks import snapshot
 from minloader._epochs import lost
 from minloader._epochs.failures import too_large
 from minloader._epochs.feed import SamplerFeed
@@ -35,6 +34,7 @@ from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
 from minloader._memory.pickling import pack
 from minloader._pools.ticket import Bell, Ticket
+from minloader._protocols import snapshot
 from minloader._worker.messages import Failure, Reply, TaskMessage, ordinal_in_epoch
 from minloader._worker.run import CHUNK_SECONDS
 

@@ -13,7 +13,6 @@ import time
 from concurrent.futures import BrokenExecutor, CancelledError
 from typing import Any, Protocol
 
-from minloader._checks import has_getitems
 from minloader._epochs import failures
 from minloader._epochs.counters import track_of
 from minloader._epochs.failures import BatchLabel
@@ -25,6 +24,7 @@ from minloader._errors import BatchError, WorkerDied
 from minloader._memory.limits import remedy
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Death, Ticket
+from minloader._protocols import has_getitems
 from minloader._worker.messages import Failure, Reply, Unready
 
 logger = logging.getLogger("minloader")

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minloader._checks import brief_repr, check_bool, check_int, part_meant
+from minloader._arguments import checked_bool, checked_int
 from minloader._epochs.counters import ERRORS_KEPT, Failed, plain
+from minloader._formats import brief_repr, part_meant
 from minloader._memory.pickling import pack, unpack
 from minloader._sampling.reader import NO_SOURCE_STATE, Check, SourceState
 
@@ -243,10 +244,10 @@ def from_state(
             f"{kinds[is_stream]}"
         )
     try:
-        seed = check_int("seed", state["seed"], 0)
-        epoch = check_int("epoch", state["epoch"], 0)
+        seed = checked_int("seed", state["seed"], 0)
+        epoch = checked_int("epoch", state["epoch"], 0)
         (errors_state,) = state["errors"]
-        failed = check_int("failed", errors_state["failed"], 0)
+        failed = checked_int("failed", errors_state["failed"], 0)
         errors = tuple([_read_error(each) for each in errors_state["last"]])
         length = None
         former_batch_size = None
@@ -259,7 +260,7 @@ def from_state(
         else:
             lanes = [_sampler_position(state)]
             if state["length"] is not None:
-                length = check_int("length", state["length"], 0)
+                length = checked_int("length", state["length"], 0)
         position = Position(
             epoch=epoch,
             lanes=lanes,
@@ -296,11 +297,11 @@ def _sampler_position(state: Mapping[str, Any]) -> LanePosition:
     if sampler is not None:
         beginning = copy.deepcopy(sampler["beginning"])
         source_state = SourceState(
-            check_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"])
+            checked_int("at", sampler["at"], 0), copy.deepcopy(sampler["state"])
         )
     return _consistent(
         LanePosition(
-            given=check_int("batches", state["batches"], 0),
+            given=checked_int("batches", state["batches"], 0),
             ahead=_read_ordinals(state),
             source_state=source_state,
             check=_read_check(state["check"]),
@@ -312,14 +313,14 @@ def _sampler_position(state: Mapping[str, Any]) -> LanePosition:
 def _shard_position(state: Mapping[str, Any]) -> LanePosition:
     return _consistent(
         LanePosition(
-            given=check_int("batches", state["batches"], 0),
+            given=checked_int("batches", state["batches"], 0),
             source_state=SourceState(
-                check_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))
+                checked_int("at", state["at"], 0), _packed(copy.deepcopy(state["state"]))
             ),
             check=_read_check(state["check"]),
             beginning=_packed(copy.deepcopy(state["beginning"])),
-            is_ended=check_bool("ended", state["ended"]),
-            has_failed=check_bool("failed", state["failed"]),
+            is_ended=checked_bool("ended", state["ended"]),
+            has_failed=checked_bool("failed", state["failed"]),
         )
     )
 
@@ -328,7 +329,7 @@ def _read_error(error: Any) -> Failed:
     epoch, batch, sample, text = error
     if not isinstance(text, str):
         raise TypeError(f"an error must be text, got {brief_repr(text)}")
-    return check_int("epoch", epoch, 0), check_int("batch", batch, 0), _as_index(sample), text
+    return checked_int("epoch", epoch, 0), checked_int("batch", batch, 0), _as_index(sample), text
 
 
 def _as_index(sample: Any) -> Any:
@@ -337,12 +338,12 @@ def _as_index(sample: Any) -> Any:
 
 
 def _read_check(check: Any) -> Check | None:
-    return None if check is None else Check(check_int("check", check[0], 0), check[1])
+    return None if check is None else Check(checked_int("check", check[0], 0), check[1])
 
 
 def _read_ordinals(state: Mapping[str, Any]) -> Ordinals:
     name = "delivered_ahead"
-    return frozenset([check_int(name, ordinal, 0) for ordinal in state[name]])
+    return frozenset([checked_int(name, ordinal, 0) for ordinal in state[name]])
 
 
 def _consistent(lane: LanePosition) -> LanePosition:

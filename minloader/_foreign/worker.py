@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from minloader._checks import snapshot
 from minloader._memory import forks
 from minloader._memory.job_file import JobAddress
 from minloader._memory.pickling import BatchPacker, unpack
 from minloader._memory.slot_writer import NoSlot, unmap_closed
+from minloader._protocols import snapshot
 from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
 from minloader._worker.messages import Failure, Job, Reply, TaskMessage, Unready, WorkerInfo

@@ -33,21 +33,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from minloader._checks import (
-    brief_repr,
-    check_int,
-    check_samples,
-    format_bytes,
-    has_getitems,
-    has_samples,
-    is_stream,
-    reader_of,
-)
+from minloader._arguments import checked_int
 from minloader._errors import SKIP
+from minloader._formats import brief_repr, format_bytes
 from minloader._memory.files import ALIGN, SharedFile, open_shared, path_of
 from minloader._memory.limits import free_memory
 from minloader._memory.pickling import BatchPacker, PackedBatch, unpack_batch
 from minloader._memory.slot_writer import NoSlot
+from minloader._protocols import checked_samples, has_getitems, has_samples, is_stream, reader_of
 
 logger = logging.getLogger("minloader")
 
@@ -99,7 +92,7 @@ class cached:  # noqa: N801  # used as a function
         self.dataset = dataset
         # Where the first entry begins; there is one place at least, since nothing cannot be mapped.
         self._first = _PLACE_BYTES * max(1, len(dataset))
-        self.bytes = check_int("bytes", bytes, self._first)
+        self.bytes = checked_int("bytes", bytes, self._first)
         if self.bytes > (free := free_memory()):
             logger.warning(
                 "cached() may take %s, but %s of memory are free: the kernel may kill workers",
@@ -166,7 +159,7 @@ class cached:  # noqa: N801  # used as a function
         missing = [n for n, sample in enumerate(samples) if sample is _MISSING]
         if missing:
             wanted = [indices[n] for n in missing]
-            made = check_samples(make(wanted), wanted)
+            made = checked_samples(make(wanted), wanted)
             for n, sample in zip(missing, made, strict=True):
                 self._keep(operator.index(indices[n]), sample)
                 samples[n] = sample

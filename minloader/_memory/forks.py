@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from minloader._checks import snapshot
+from minloader._protocols import snapshot
 
 process = object()
 """Stands for this process: a fork of it has another one. Quicker to ask for than the pid."""

@@ -26,7 +26,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, TypeVar
 
-from minloader._checks import check_callable
+from minloader._arguments import check_callable
 
 T = TypeVar("T")
 Reduce = Callable[[Any], Any]

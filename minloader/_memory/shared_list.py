@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
-from minloader._checks import brief_repr
+from minloader._formats import brief_repr
 from minloader._memory.pickling import Pickler
 
 

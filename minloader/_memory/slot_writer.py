@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
-from minloader._checks import snapshot
 from minloader._memory import forks
 from minloader._memory.files import (
     ALIGN,
@@ -31,6 +30,7 @@ from minloader._memory.files import (
     is_there,
     open_shared,
 )
+from minloader._protocols import snapshot
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray

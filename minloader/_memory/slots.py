@@ -34,7 +34,7 @@ import threading
 import weakref
 from typing import Any
 
-from minloader._checks import format_bytes, snapshot
+from minloader._formats import format_bytes
 from minloader._memory import forks
 from minloader._memory.files import (
     SharedFile,
@@ -43,6 +43,7 @@ from minloader._memory.files import (
     on_finalize,
 )
 from minloader._memory.limits import free_memory, largest_file, most_files
+from minloader._protocols import snapshot
 
 SPARE = 16
 """A slot is to have room for a 16th more than a batch was seen to need."""

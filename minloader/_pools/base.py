@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from minloader._checks import snapshot
 from minloader._errors import breaks_in
 from minloader._memory.pickling import pack, unpack
 from minloader._memory.slots import Slots
 from minloader._pools.ticket import Bell, Ticket
+from minloader._protocols import snapshot
 from minloader._worker.environment import InlineEnvironment
 from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker

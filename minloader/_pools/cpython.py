@@ -50,8 +50,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, cast
 
-from minloader._checks import snapshot
 from minloader._memory import forks
+from minloader._protocols import snapshot
 
 # --- 1. The main module ------------------------------------------------------------------------
 #

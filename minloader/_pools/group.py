@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
-from minloader._checks import format_bytes, snapshot
+from minloader._formats import format_bytes
 from minloader._memory import forks
 from minloader._memory.files import can_be_nameless
 from minloader._memory.job_file import ForkedJob, JobFile
@@ -22,6 +22,7 @@ from minloader._memory.slots import Slots
 from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
+from minloader._protocols import snapshot
 from minloader._worker.messages import Job, WorkerInfo
 from minloader._worker.plugins import Plugin
 

@@ -51,7 +51,6 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar
 
-from minloader._checks import snapshot
 from minloader._errors import WorkerDied
 from minloader._memory import forks
 from minloader._memory.job_file import ForkedJob, JobFile
@@ -62,6 +61,7 @@ from minloader._pools.environment import check_executable, hash_seed, wrong_exec
 from minloader._pools.log_reader import LogReader
 from minloader._pools.served import ServedPool, follow
 from minloader._pools.ticket import Bell, Death, Ticket
+from minloader._protocols import snapshot
 from minloader._worker.heartbeat import READY, Heartbeats
 from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import (

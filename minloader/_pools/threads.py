@@ -11,11 +11,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from minloader._checks import snapshot
 from minloader._errors import breaks_in
 from minloader._memory.files import interrupts_held
 from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell, Ticket
+from minloader._protocols import snapshot
 from minloader._worker.environment import Environment
 from minloader._worker.messages import Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker

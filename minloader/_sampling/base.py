@@ -28,7 +28,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from minloader._checks import brief_repr, check_bool, check_choice, check_int, state_of
+from minloader._arguments import checked_bool, checked_choice, checked_int
+from minloader._formats import brief_repr
+from minloader._protocols import state_of
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.reader import Resettable
 from minloader._sampling.seeding import derive
@@ -137,10 +139,10 @@ class Sampler(Resettable):
     _source = ItemSource("nothing", 0)  # the same, or lazy lengths
 
     def __init__(self, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
-        self.shuffle = check_bool("shuffle", shuffle)
-        self.seed = check_int("seed", seed, 0)
-        self.world_size = check_int("world_size", world_size, 1, MOST_RANKS)
-        self.rank = check_int("rank", rank, 0)
+        self.shuffle = checked_bool("shuffle", shuffle)
+        self.seed = checked_int("seed", seed, 0)
+        self.world_size = checked_int("world_size", world_size, 1, MOST_RANKS)
+        self.rank = checked_int("rank", rank, 0)
         if self.rank >= self.world_size:
             raise ValueError(f"rank must be below world_size={self.world_size}, got {self.rank}")
         self.epoch = 0
@@ -161,7 +163,7 @@ class Sampler(Resettable):
         Raises:
             TypeError, ValueError: ``epoch`` is not an int, or below 0.
         """
-        self.epoch = check_int("epoch", epoch, 0)
+        self.epoch = checked_int("epoch", epoch, 0)
         loaded = self._begins_at if self._run is None else None
         if loaded is None or loaded[0] != epoch:  # what was put back might begin anew
             for source in self._sources():
@@ -252,7 +254,7 @@ class Sampler(Resettable):
             more: how many each rank was given.
             allow: as for ``load_state_dict``.
         """
-        former = self._check(state, self._check_allowed(allow))
+        former = self._checked(state, self._checked_allowed(allow))
         state = copy.deepcopy(state)
         start = {name: state[name] for name in self._beginning()}
         if start["between"] and more:  # they are of an epoch that begins there
@@ -345,16 +347,16 @@ class Sampler(Resettable):
         arguments = {name: getattr(self, name) for name in names}
         return {"sampler": type(self).__name__, "version": VERSION, **arguments}
 
-    def _check_allowed(self, allow: str | Iterable[str]) -> Sequence[str]:
+    def _checked_allowed(self, allow: str | Iterable[str]) -> Sequence[str]:
         """Return the names of what may be another, or refuse them."""
         if not isinstance(allow, Iterable):
             raise TypeError(f"allow must be names of arguments, got {brief_repr(allow)}")
         names = [allow] if isinstance(allow, str) else list(allow)
         for name in names:
-            check_choice("allow", name, self._dealt_by)
+            checked_choice("allow", name, self._dealt_by)
         return names
 
-    def _check(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    def _checked(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
         """Refuse what is no state of such a sampler; return what another one was dealt out by."""
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {brief_repr(state)}")
@@ -372,9 +374,9 @@ class Sampler(Resettable):
         """Refuse what steps cannot have been dealt out by where a state is from."""
         for name, value in zip(self._dealt_by, values, strict=False):
             if name == "world_size":
-                check_int(name, value, 1, MOST_RANKS)
+                checked_int(name, value, 1, MOST_RANKS)
             elif not (isinstance(value, float) and name.startswith("max_") and value > 0):
-                check_int(name, 1 if value is None else value, 1, sys.maxsize)
+                checked_int(name, 1 if value is None else value, 1, sys.maxsize)
 
     def _check_identity(self, state: dict[str, Any], allowed: Sequence[str]) -> None:
         """Refuse a state of a sampler with another order, but for what is allowed."""
@@ -410,7 +412,7 @@ class Sampler(Resettable):
     def _check_run_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that is no RunState."""
         for name in ("epoch", "batches", "begun", "errors", "dropped"):
-            check_int(name, state[name], 0, sys.maxsize)
+            checked_int(name, state[name], 0, sys.maxsize)
         for name in ("world_size_history", "left"):
             if not isinstance(state[name], list | tuple):
                 raise ValueError(f"{name} must be a list, got {brief_repr(state[name])}")
@@ -426,7 +428,7 @@ class Sampler(Resettable):
                     f"{brief_repr(state['world_size_history'])}"
                 )
             self._check_limits(part)
-        check_bool("between", state["between"])
+        checked_bool("between", state["between"])
         until = [part[-1] for part in state["world_size_history"]]
         numbers = [state["begun"], *until, 0 if state["between"] else state["batches"]]
         if numbers != sorted(numbers):

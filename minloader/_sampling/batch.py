@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from minloader._checks import brief_repr, check_choice, check_int, is_iterable
+from minloader._arguments import checked_choice, checked_int
+from minloader._formats import brief_repr
+from minloader._protocols import is_iterable
 from minloader._sampling.base import Run, RunState, Sampler
 from minloader._sampling.source import Indices, ItemSource, as_count, from_json, to_json
 
@@ -76,7 +78,7 @@ class StepSampler(Sampler):
         self, batch_size: int | None, *, shuffle: bool, seed: int, rank: int, world_size: int
     ) -> None:
         super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        self.batch_size = None if batch_size is None else check_int("batch_size", batch_size, 1)
+        self.batch_size = None if batch_size is None else checked_int("batch_size", batch_size, 1)
 
     def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
         items = len(run_state["left"]) + self._num_unread(run_state["source"])
@@ -155,7 +157,7 @@ class BatchSampler(StepSampler):
         self._source = ItemSource("n_or_sampler", n_or_sampler, order)
         values = self._source.values
         self.n = None if isinstance(values, Indices | None) else len(self._source)
-        self.last_batch = check_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
+        self.last_batch = checked_choice("last_batch", last_batch, ("keep", "discard", "rollover"))
         if batch_size is None and last_batch != "keep":
             raise ValueError(f"last_batch={last_batch!r} needs a batch_size; give one, or drop it")
         if self.shuffle and values is None:

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import brief_repr, check_int, is_array_like
+from minloader._arguments import checked_int
+from minloader._formats import brief_repr
 from minloader._memory.slot_writer import empty
+from minloader._protocols import is_array_like
 from minloader._sampling.walk import DEEPER, plain_container, walk
 
 
@@ -103,7 +105,7 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
 
     def __post_init__(self) -> None:
         _refuse_samples("pad_collate", self.value)
-        object.__setattr__(self, "multiple_of", check_int("multiple_of", self.multiple_of, 1))
+        object.__setattr__(self, "multiple_of", checked_int("multiple_of", self.multiple_of, 1))
 
     def __call__(self, samples: Sequence[Any]) -> Any:
         return _join(samples, self._pad)
@@ -153,9 +155,9 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
     def __post_init__(self) -> None:
         _refuse_samples("pack_collate", self.capacity)
         if self.capacity is not None:
-            object.__setattr__(self, "capacity", check_int("capacity", self.capacity, 1))
+            object.__setattr__(self, "capacity", checked_int("capacity", self.capacity, 1))
         if self.rows is not None:
-            object.__setattr__(self, "rows", check_int("rows", self.rows, 1))
+            object.__setattr__(self, "rows", checked_int("rows", self.rows, 1))
             if self.capacity is None:
                 raise ValueError(f"rows={self.rows} needs a capacity; give one, or drop rows")
 

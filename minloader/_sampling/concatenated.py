@@ -9,7 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from minloader._checks import brief_repr, check_samples, has_getitem, has_getitems
+from minloader._formats import brief_repr
+from minloader._protocols import checked_samples, has_getitem, has_getitems
 
 
 class Concatenated:
@@ -99,7 +100,7 @@ class Concatenated:
         dataset = self.datasets[part]
         if not has_getitems(dataset):
             return [dataset[index] for index in indices]
-        return check_samples(dataset.__getitems__(indices), indices)
+        return checked_samples(dataset.__getitems__(indices), indices)
 
     def _place(self, item: Any) -> tuple[int, Any]:
         """Return the number of a dataset, and an index in it."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import as_float, check_callable, check_int
+from minloader._arguments import as_float, check_callable, checked_int
 from minloader._sampling.lengths import LookUp
 from minloader._sampling.windows import Plan, WindowSampler
 
@@ -111,8 +111,8 @@ class DynamicBatchSampler(WindowSampler):
             raise ValueError(f"{name} must be a number above 0, got {budget!r}")
         self.max_total = None if max_total is None else as_float(max_total)
         self.max_padded = None if max_padded is None else as_float(max_padded)
-        self.max_batch = None if max_batch is None else check_int("max_batch", max_batch, 1)
-        self.buckets = check_int("buckets", buckets, 1)
+        self.max_batch = None if max_batch is None else checked_int("max_batch", max_batch, 1)
+        self.buckets = checked_int("buckets", buckets, 1)
         check_callable("cost", cost)
         self.cost = cost
         super().__init__(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from minloader._checks import brief_repr
+from minloader._formats import brief_repr
 
 
 class LookUp(Protocol):

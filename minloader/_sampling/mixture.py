@@ -14,14 +14,9 @@ from functools import partial
 from numbers import Real
 from typing import Any, Literal
 
-from minloader._checks import (
-    as_float,
-    brief_repr,
-    check_choice,
-    check_int,
-    has_getitem,
-    is_array_like,
-)
+from minloader._arguments import as_float, checked_choice, checked_int
+from minloader._formats import brief_repr
+from minloader._protocols import has_getitem, is_array_like
 from minloader._sampling.base import RunState
 from minloader._sampling.batch import StepRun, StepSampler
 from minloader._sampling.lengths import LookUp, look_up
@@ -50,7 +45,7 @@ has epochs, and small enough for samplers that seed 32-bit generators with it.""
 Weights = Sequence[float] | Callable[[int, int], Sequence[float]]
 
 
-def check_weights(name: str, given: Any, parts: int) -> list[float]:
+def checked_weights(name: str, given: Any, parts: int) -> list[float]:
     """Return the weights of so many parts as floats.
 
     Raises:
@@ -337,8 +332,8 @@ class MixtureSampler(StepSampler):
         self.parts = [None if isinstance(p.items, Iterable) else len(p) for p in self._parts]
         self.weights = weights
         if not callable(weights):
-            self.weights = check_weights("weights", weights, len(self._parts))
-        self.stop = check_choice("stop", stop, ("first", "last", "never"))
+            self.weights = checked_weights("weights", weights, len(self._parts))
+        self.stop = checked_choice("stop", stop, ("first", "last", "never"))
         self.by_length = lengths is not None
         self._length_of = None if lengths is None else look_up(lengths)
 
@@ -351,7 +346,7 @@ class MixtureSampler(StepSampler):
         if not callable(self.weights):
             return self.weights
         weights = self.weights(epoch, step)
-        return check_weights(f"weights({epoch}, {step})", weights, len(self._parts))
+        return checked_weights(f"weights({epoch}, {step})", weights, len(self._parts))
 
     def _sources(self) -> Sequence[ItemSource]:
         return self._parts
@@ -385,7 +380,7 @@ class MixtureSampler(StepSampler):
         due = position["due"]
         if not isinstance(due, list | tuple) or [type(each) for each in due] != [int] * len(parts):
             raise ValueError(f"due must be an int for each part, got {brief_repr(due)}")
-        check_int("longest", position["longest"], 1)
+        checked_int("longest", position["longest"], 1)
         step = position["step"]
         weights = position["weights"]
         now = self._weights_at(epoch, step) if weights else weights
@@ -395,7 +390,7 @@ class MixtureSampler(StepSampler):
                 "those it had then, or a function that returns others from a later step on"
             )
         for part, (passes, at) in zip(self._parts, parts, strict=True):
-            check_int(f"passes of {part.name}", passes, 0)
+            checked_int(f"passes of {part.name}", passes, 0)
             part.check(at)
 
     def _restore(self, epoch: int, position: dict[str, Any]) -> None:

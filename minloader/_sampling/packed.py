@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import check_int
+from minloader._arguments import checked_int
 from minloader._sampling.collate import pack_collate
 from minloader._sampling.lengths import LookUp
 from minloader._sampling.windows import MOST, Plan, WindowSampler
@@ -102,9 +102,9 @@ class PackedBatchSampler(WindowSampler):
         world_size: int = 1,
         sampler: Iterable[Any] | None = None,
     ) -> None:
-        self.capacity = check_int("capacity", capacity, 1, MOST)
-        self.rows = None if rows is None else check_int("rows", rows, 1)
-        self.window = None if window is None else check_int("window", window, 1)
+        self.capacity = checked_int("capacity", capacity, 1, MOST)
+        self.rows = None if rows is None else checked_int("rows", rows, 1)
+        self.window = None if window is None else checked_int("window", window, 1)
         super().__init__(
             lengths, sampler, long, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
         )

@@ -22,8 +22,9 @@ from itertools import chain, repeat
 from types import GeneratorType
 from typing import Any, ClassVar, Final, NamedTuple
 
-from minloader._checks import brief_repr, has_epochs, is_read_once, is_stateful, state_of
 from minloader._errors import breaks_in, not_the_end, without_frames
+from minloader._formats import brief_repr
+from minloader._protocols import has_epochs, is_read_once, is_stateful, state_of
 
 logger = logging.getLogger("minloader")
 
@@ -81,7 +82,7 @@ class Resettable:
     _run: Any = None
     _begins_at: Any = None
 
-    def _check(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    def _checked(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
         """Refuse what is no state of such a sampler."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from minloader._checks import brief_repr
+from minloader._formats import brief_repr
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,13 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._checks import (
-    brief_repr,
-    check_dataset,
-    check_samples,
-    has_getitems,
-    reader_of,
-)
+from minloader._arguments import check_dataset
+from minloader._formats import brief_repr
+from minloader._protocols import checked_samples, has_getitems, reader_of
 from minloader._sampling.collate import numbers_as_array
 from minloader._sampling.walk import DEEPER, plain_container, walk
 
@@ -50,7 +46,7 @@ class sliced:  # noqa: N801  # used as a function: Loader(sliced(dataset), ...)
         fetch = self.dataset.__getitems__
 
         def fetch_slices(items: list[tuple[Any, int, int]]) -> list[Any]:
-            samples = check_samples(fetch(list(map(_index, items))), items)
+            samples = checked_samples(fetch(list(map(_index, items))), items)
             return [_slice(sample, item) for sample, item in zip(samples, items, strict=True)]
 
         return fetch_slices

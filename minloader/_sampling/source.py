@@ -7,13 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain
 from typing import Any
 
-from minloader._checks import (
-    brief_repr,
-    check_int,
-    has_getitem,
-    is_array_like,
-    is_stateful,
-)
+from minloader._arguments import checked_int
+from minloader._formats import brief_repr
+from minloader._protocols import has_getitem, is_array_like, is_stateful
 from minloader._sampling.reader import Reader, Source, SourceState, pass_numbers
 from minloader._sampling.seeding import Piece
 
@@ -68,7 +64,7 @@ def as_count(name: str, items: Any) -> Any:
     Raises:
         TypeError, ValueError: it is no number of items.
     """
-    return check_int(name, items, 0) if getattr(items, "ndim", None) == 0 else items
+    return checked_int(name, items, 0) if getattr(items, "ndim", None) == 0 else items
 
 
 class Indices:
@@ -82,7 +78,7 @@ class Indices:
         self._count = count
 
     def __len__(self) -> int:
-        return check_int("n_or_sampler", self._count(), 0)
+        return checked_int("n_or_sampler", self._count(), 0)
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self)))
@@ -115,7 +111,7 @@ class ItemSource(Source):
                     f"{name} must have __iter__, or be a number of samples, got "
                     f"{brief_repr(items)}; for its samples, give its len()"
                 )
-            self.values = range(check_int(name, items, 0, sys.maxsize))
+            self.values = range(checked_int(name, items, 0, sys.maxsize))
         self._order = order
 
     def __len__(self) -> int:
@@ -156,18 +152,18 @@ class ItemSource(Source):
                 f"what was read of {self.name} must be 3 values, got {brief_repr(position)}"
             )
         read, state, _ = position
-        check_int(f"items read of {self.name}", read, 0, sys.maxsize)
+        checked_int(f"items read of {self.name}", read, 0, sys.maxsize)
         if state is None:
             return
         if isinstance(self.items, Indices):
-            if check_int(self.name, state, 0) > len(self):
+            if checked_int(self.name, state, 0) > len(self):
                 raise ValueError(
                     f"n, the number of samples, is {len(self)}, but the state is of an epoch with "
                     f"n {state}; give the dataset that there was then, or start anew without the "
                     "state"
                 )
         elif self.is_ours:
-            self.items._check(state, ())
+            self.items._checked(state, ())
         elif not is_stateful(self.items):
             raise ValueError(
                 f"the state holds one of {self.name}, but {brief_repr(self.items)} has no "

@@ -32,8 +32,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minloader._checks import as_float, brief_repr, check_choice, check_iterable, is_array_like
+from minloader._arguments import as_float, check_iterable, checked_choice
 from minloader._errors import without_frames
+from minloader._formats import brief_repr
+from minloader._protocols import is_array_like
 from minloader._sampling.base import Run, RunState, Sampler
 from minloader._sampling.lengths import look_up
 from minloader._sampling.seeding import Piece
@@ -204,7 +206,7 @@ class WindowSampler(Sampler):
         world_size: int,
     ) -> None:
         super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        self.long = check_choice("long", long, self._long_choices)
+        self.long = checked_choice("long", long, self._long_choices)
         self._length_of: Callable[[Any], Any] | None = None
         self._all: Window | None = None  # None: they are not known beforehand
         self._last_planned: tuple[Any, PlannedWindow] | None = None  # of all, and of which epoch

@@ -9,15 +9,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minloader._checks import (
-    brief_repr,
-    check_can_transform,
-    check_indices,
-    check_samples,
+from minloader._errors import SKIP, BatchError, summary
+from minloader._formats import brief_repr
+from minloader._protocols import (
+    checked_indices,
+    checked_rows,
+    checked_samples,
     has_getitems,
     reader_of,
 )
-from minloader._errors import SKIP, BatchError, summary
 from minloader._worker.messages import (
     NO_SAMPLE,
     Job,
@@ -90,7 +90,7 @@ class BatchMaker:
         read = self.job.dataset.__getfutures__
         if self.job.collate_fn is None:
             return [read([item], info)]
-        batches = item if self.job.is_nested(item) else [check_indices(item)]
+        batches = item if self.job.is_nested(item) else [checked_indices(item)]
         return [read(each, info) for each in batches]
 
     def fetch(self, item: Any) -> Any:
@@ -160,19 +160,21 @@ class BatchMaker:
         as_torch = self.job.is_as_torch
         is_one_by_one = self.begin_alone is not None and (not as_torch or type(item) is list)
         if self.early_reads or is_one_by_one or not has_getitems(dataset):
-            indices = check_indices(item)
+            indices = checked_indices(item)
             return self.combine(self._read(indices), indices)
         self.turn_to(NO_SAMPLE)
         if as_torch:  # the sampler's own item, of any kind
             indices = list(item) if hasattr(type(item), "__len__") else []
             samples = self._read_together(item, indices)
             if self.job.transform is not None:
-                samples = check_can_transform(samples)
+                samples = checked_rows(samples)
                 if len(samples) != len(indices):
                     indices = []  # nobody knows of which index each is
             return self.combine(samples, indices)
-        indices = check_indices(item)
-        return self.combine(check_samples(self._read_together(indices, indices), indices), indices)
+        indices = checked_indices(item)
+        return self.combine(
+            checked_samples(self._read_together(indices, indices), indices), indices
+        )
 
     def _read_together(self, item: Any, indices: list[Any]) -> Any:
         """Return what ``__getitems__`` gives; if that fails, samples that are read one by one."""

@@ -30,8 +30,10 @@ from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any
 
-from minloader._checks import brief_repr, check_int, has_getitem
+from minloader._arguments import checked_int
+from minloader._formats import brief_repr
 from minloader._memory import forks
+from minloader._protocols import has_getitem
 from minloader._worker.current import get_worker_info
 from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
 
@@ -94,7 +96,7 @@ class concurrent:  # noqa: N801  # used as a function
             )
         _check_is_entered(dataset)
         self.dataset = dataset
-        self.limit = check_int("limit", limit, 1)
+        self.limit = checked_int("limit", limit, 1)
         self._lock = threading.Lock()  # several threads may make batches
         self._read: Callable[[Futures, Reads], object] | None = None
         forks.told.add(self)

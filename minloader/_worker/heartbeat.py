@@ -104,7 +104,7 @@ class Heartbeats:
         self._memory.close()
 
 
-_OURS = re.compile(r'^ *File ".*[/\\\\]minloader[/\\\\](_worker[/\\\\]|_checks\.py)')
+_OURS = re.compile(r'^ *File ".*[/\\\\]minloader[/\\\\](_worker[/\\\\]|_protocols\.py)')
 
 _HEAD = re.compile(r"(Current t|T)hread 0x")  # not that of a stack in C, from CPython 3.14
 

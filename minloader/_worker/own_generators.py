@@ -31,8 +31,8 @@ from types import (
 )
 from typing import Any, NamedTuple
 
-from minloader._checks import reads_at_once
 from minloader._memory.job_file import GENERATORS
+from minloader._protocols import reads_at_once
 from minloader._sampling.seeding import derive
 from minloader._worker.environment import Environment
 from minloader._worker.messages import Job, WorkerInfo, current_batch

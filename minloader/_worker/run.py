@@ -22,11 +22,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minloader._checks import WHOLE_ITEM, reads_at_once, snapshot
 from minloader._errors import BatchError, TransportError
+from minloader._formats import WHOLE_ITEM
 from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
 from minloader._memory.reducers import arrived
 from minloader._memory.slot_writer import NoSlot
+from minloader._protocols import reads_at_once, snapshot
 from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
 from minloader._worker.import_hook import when_imported

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from minloader._checks import check_int, check_iterable, is_stateful, states_of
+from minloader._arguments import check_iterable, checked_int
+from minloader._protocols import is_stateful, states_of
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
 from minloader._worker.fingerprint import fingerprint
@@ -59,8 +60,8 @@ class shuffled:  # noqa: N801  # used as a function
             raise TypeError("stream must be an iterable of samples, got None")
         check_iterable("stream", stream)
         self.stream = stream
-        self.buffer_size = check_int("buffer_size", buffer_size, 4)
-        self.seed = check_int("seed", seed, 0)
+        self.buffer_size = checked_int("buffer_size", buffer_size, 4)
+        self.seed = checked_int("seed", seed, 0)
 
     def __iter__(self) -> Iterator[Any]:
         if is_stateful(self.stream):

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minloader._checks import refuse_breakpoint
+from minloader._formats import refuse_breakpoint
 from minloader._memory.files import unlink
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory

@@ -24,10 +24,9 @@ from itertools import repeat
 from types import GeneratorType
 from typing import Any, ClassVar
 
-from minloader._checks import (
-    brief_repr,
-    counted,
-    differences,
+from minloader._formats import brief_repr, counted, differences
+from minloader._memory.pickling import pack, unpack
+from minloader._protocols import (
     has_epochs,
     is_read_once,
     is_stateful,
@@ -35,7 +34,6 @@ from minloader._checks import (
     state_of,
     states_of,
 )
-from minloader._memory.pickling import pack, unpack
 from minloader._sampling.reader import Check, Reader, Source, SourceState
 from minloader._worker.environment import Environment
 from minloader._worker.messages import Job, Shard, WorkerInfo, begin_batch, ordinal_in_epoch

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from minloader._checks import has_epochs
 from minloader._errors import SKIP
+from minloader._protocols import has_epochs
 from minloader._sampling.seeding import derive
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo

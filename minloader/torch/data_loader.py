@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, default_collate, default_convert
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from minloader import _checks as checks
-from minloader._checks import brief_repr, check_int, has_epochs, is_read_once, part_meant
+from minloader import _arguments as arguments
+from minloader import _protocols as protocols
+from minloader._arguments import checked_int
 from minloader._epochs.counters import Counters
 from minloader._epochs.course import Cursor
 from minloader._epochs.epoch import AT_HAND, Commit
@@ -36,9 +37,11 @@ from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches
 from minloader._epochs.position import check_version
 from minloader._epochs.task import Delivery
+from minloader._formats import brief_repr, part_meant
 from minloader._loader import Loader
 from minloader._memory.files import interrupts_held
 from minloader._prefetch import Prefetch
+from minloader._protocols import has_epochs, is_read_once
 from minloader._sampling.ranks import dealer_of, with_inner
 from minloader._sampling.reader import used_up
 from minloader._sampling.torch_collate import collate, convert
@@ -116,7 +119,7 @@ class _Loader(Loader[Any]):
 
     @property
     def _begun(self) -> list[Any]:
-        return checks.snapshot(self._shared.group.epochs)
+        return protocols.snapshot(self._shared.group.epochs)
 
     @property
     def is_idle(self) -> bool:
@@ -290,31 +293,31 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 "class from torch.utils.data.IterableDataset, or use minloader.Loader, which takes "
                 "it"
             )
-        num_workers = checks.check_num_workers(num_workers)
+        num_workers = arguments.checked_num_workers(num_workers)
         if prefetch_factor is not None:
-            prefetch_factor = check_int("prefetch_factor", prefetch_factor, 1)
+            prefetch_factor = checked_int("prefetch_factor", prefetch_factor, 1)
         _check_timeout(timeout)
         _check_generator(generator)
-        checks.check_callable("collate_fn", collate_fn)
-        checks.check_callable("worker_init_fn", worker_init_fn)
-        checks.check_callable("transform", transform)
-        checks.check_on_error("on_error", on_error)
-        checks.check_on_error("on_sample_error", on_sample_error)
-        checks.check_shared_memory(shared_memory)
-        checks.check_memory_limit(worker_memory_limit, "process")
+        arguments.check_callable("collate_fn", collate_fn)
+        arguments.check_callable("worker_init_fn", worker_init_fn)
+        arguments.check_callable("transform", transform)
+        arguments.check_on_error("on_error", on_error)
+        arguments.check_on_error("on_sample_error", on_sample_error)
+        arguments.checked_shared_memory(shared_memory)
+        arguments.check_memory_limit(worker_memory_limit, "process")
         if pin_memory:
             check_pinning(pin_memory_device)
         self.transform: Callable[[Any], Any] | None = transform
         self.on_error: OnError = on_error
         self.on_sample_error: OnSampleError = on_sample_error
-        self.max_errors: int | None = checks.check_max_errors(max_errors)
-        self.retries: int = check_int("retries", retries, 0)
+        self.max_errors: int | None = arguments.checked_max_errors(max_errors)
+        self.retries: int = checked_int("retries", retries, 0)
         self.shared_memory: bool | int = shared_memory
         self.worker_memory_limit: int | None = worker_memory_limit
-        self.seed_generators: bool = checks.check_bool("seed_generators", seed_generators)
+        self.seed_generators: bool = arguments.checked_bool("seed_generators", seed_generators)
         self.trace: str | os.PathLike[str] | None = trace
         self._forget()
-        self.in_order: bool = checks.check_bool("in_order", in_order)
+        self.in_order: bool = arguments.checked_bool("in_order", in_order)
         self.snapshot_every_n_steps: int | None = snapshot_every_n_steps
         super().__init__(
             *(dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn),
@@ -325,8 +328,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             **({"in_order": in_order} if _HAS_ORDER else {}),
         )
         # After torch has refused what excludes each other.
-        checks.check_iterable("sampler", sampler)
-        checks.check_iterable("batch_sampler", batch_sampler)
+        arguments.check_iterable("sampler", sampler)
+        arguments.check_iterable("batch_sampler", batch_sampler)
 
     def _forget(self) -> None:
         """Be as if no epoch had begun."""
@@ -898,7 +901,7 @@ def _check_generator(generator: Any) -> None:
 def _is_iterable_alone(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset) or callable(dataset):
         return False
-    return isinstance(dataset, Iterable) and not checks.has_samples(dataset)
+    return isinstance(dataset, Iterable) and not protocols.has_samples(dataset)
 
 
 def _start_method() -> str:

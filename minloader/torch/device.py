@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from minloader._checks import check_bool
+from minloader._arguments import checked_bool
 from minloader._prefetch import Prefetch, prefetched
 from minloader._sampling.walk import DEEPER, same_container, walk
 
@@ -138,7 +138,7 @@ def to_device(
         ValueError: ``depth`` is below 1.
         RuntimeError: torch does not know the device.
     """
-    check_bool("convert", convert)
+    checked_bool("convert", convert)
     target = torch.device(device)
     move = _CudaMover(target) if target.type == "cuda" else partial(_move, target)
     function = partial(_convert_and_move, move) if convert else move

@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from minloader._checks import brief_repr, check_int, has_epochs, is_stateful, state_of
+from minloader._arguments import checked_int
 from minloader._epochs.feed import may_be_read_ahead
+from minloader._formats import brief_repr
+from minloader._protocols import has_epochs, is_stateful, state_of
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import with_inner
@@ -102,7 +104,7 @@ def _read_said(said: Any) -> dict[str, Any] | None:
     if said is None:
         return None
     epoch = said["epoch"]
-    return {"epoch": epoch and check_int("epoch", epoch, 0), "state": said["state"]}
+    return {"epoch": epoch and checked_int("epoch", epoch, 0), "state": said["state"]}
 
 
 def said_by(part: Any) -> dict[str, Any] | None:
@@ -527,8 +529,8 @@ class Items(Iterator[Any]):
 
     def go_on(self, place: Mapping[str, Any]) -> None:
         """Go on from where another has been."""
-        self._given = self._delivered = check_int("given", place["given"], 0)
-        self._digest = check_int("digest", place["digest"], 0)
+        self._given = self._delivered = checked_int("given", place["given"], 0)
+        self._digest = checked_int("digest", place["digest"], 0)
         self._before = {}
         self.own = self._last_delivered = generators.decode_all(place["generators"])
 

@@ -1,0 +1,128 @@
+"""How messages show values, and what several places say.
+
+Nothing here fails, whatever it is given.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+logger = logging.getLogger("minloader")
+
+brief_repr = reprlib.repr
+"""How messages show a value: never long, never failing."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return how many there are of something, for a message: "1 batch", or "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
+def format_bytes(count: float) -> str:
+    """Return an amount of memory in three digits: "24.3 MB"."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB" if count < 999.5 else f"{count:,.0f} GB"
+
+
+RANKS = "rank", "process_index"
+"""What states call the rank of the process that they are of."""
+
+
+def differences(here: Any, then: Any, name: str = "") -> list[str]:
+    """Return in words what of a state is another than it was, but for the rank it is of.
+
+    Args:
+        here: what is there now.
+        then: what was there; perhaps as JSON has it, with lists in place of tuples.
+        name: of the part that is compared; "" for the whole.
+    """
+    if isinstance(here, Mapping) and isinstance(then, Mapping):
+        parts = {str(key): value for key, value in here.items()}
+        former = {str(key): value for key, value in then.items()}
+        found = []
+        for key in (parts | former).keys() - {*RANKS}:
+            path = f"{name}.{key}" if name else key
+            found += differences(parts.get(key), former.get(key), path)
+        return sorted(found)
+    if isinstance(here, list | tuple) and isinstance(then, list | tuple) and len(here) == len(then):
+        found = []
+        for n, (now, before) in enumerate(zip(here, then, strict=True)):
+            found += differences(now, before, f"{name}[{n}]")
+        return found
+    if _are_equal(here, then):
+        return []
+    where = f"{name} " if name else ""
+    return [f"{name or 'it'} is {brief_repr(here)}, but the state is of {where}{brief_repr(then)}"]
+
+
+def _are_equal(here: Any, then: Any) -> bool:
+    if hasattr(here, "tolist") and hasattr(then, "tolist"):  # arrays, and tensors
+        here = here.tolist()
+        then = then.tolist()
+    try:
+        return bool(here == then)
+    except Exception:  # of the user's own objects, which are not known to differ
+        return True
+
+
+ADVICE = {
+    "SystemExit": "it ends nothing here; raise an error that says what is wrong, in place of "
+    "sys.exit()",
+    "BdbQuit": "a debugger needs the terminal, which worker processes do not have: make the "
+    "batches in your own process, with num_workers=0",
+}
+"""What to do about errors that say nothing themselves, by the name of their type."""
+
+WHOLE_ITEM = (
+    "when dataset[item] got the whole list, since there is no collate_fn; with "
+    "collate_fn=minloader.collate it gets one index at a time"
+)
+"""Stage of a failure that a list in place of an index may be the reason for."""
+
+
+def refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
+    """Say where a debugger can be used; for ``sys.breakpointhook`` in a worker process."""
+    raise RuntimeError(f"breakpoint() in a worker: {ADVICE['BdbQuit']}")
+
+
+def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:
+    """Return which part of a checkpoint is the state, in words; "" if none is."""
+    for key, part in checkpoint.items():
+        if isinstance(part, Mapping) and names <= part.keys():
+            return f"; give load_state_dict the part with the key {key!r}"
+    return ""
+
+
+def warn_idle_workers(num_workers: int, shards: int) -> None:
+    """Say in the log that a stream has fewer shards than there are workers."""
+    if num_workers > shards:
+        logger.warning(
+            "the stream has %d shards, as many as there were workers when it was first begun: %d "
+            "of %d workers have nothing to read; more shards take a new Loader, and no state",
+            shards,
+            num_workers - shards,
+            num_workers,
+        )
+
+
+def warn_rereading(again: list[int]) -> None:
+    """Say in the log that shards of a stream without a state are read again to where they were.
+
+    Args:
+        again: how many batches of each are passed over.
+    """
+    if any(again):
+        logger.warning(
+            "the stream is read again from its beginning, past %s in %s, before the "
+            "first new batch, since it has no state; give it, or what its __iter__ returns, "
+            "state_dict and load_state_dict to resume at once",
+            counted(sum(again), "batch"),
+            counted(sum(map(bool, again)), "shard"),
+        )
