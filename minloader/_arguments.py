@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import get_all_start_methods, get_context
 from multiprocessing.context import BaseContext
@@ -80,17 +80,6 @@ def check_iterable(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be iterable or None, got {brief_repr(value)}{advice}")
 
 
-OTHER_NAMES = {
-    "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
-    "drop_last": "write last_batch='discard'",
-    "generator": "give seed, an int, from which all randomness derives",
-    "multiprocessing_context": "write mp_context",
-    "persistent_workers": "drop it: workers stay until the loader is closed",
-    "pin_memory": "use minloader.torch.to_device(loader, device), which pins memory",
-    "pin_memory_device": "use minloader.torch.to_device(loader, device), which pins memory",
-}
-"""Arguments of torch's ``DataLoader`` that have other names here."""
-
 F = TypeVar("F", bound=Callable[..., None])
 
 
@@ -105,45 +94,14 @@ def explain_arguments(init: F) -> F:
     def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in by_name and name not in ("dataset", "sampler"):
-                raise TypeError(f"Loader has no argument {name!r}; {_meant(name, by_name)}")
+                from minloader._diagnosis.mistakes import argument_meant
+
+                raise TypeError(f"Loader has no argument {name!r}; {argument_meant(name, by_name)}")
         given = dict(zip(("dataset", "sampler"), args, strict=False)) | kwargs
         self._arguments = given, by_name
         init(self, *args, **kwargs)
 
     return cast("F", checked)
-
-
-def _meant(name: str, names: Iterable[str]) -> str:
-    import difflib  # workers need it not
-
-    if name in OTHER_NAMES:
-        return f"{OTHER_NAMES[name]} (minloader.torch.DataLoader has the arguments of torch's)"
-    near = difflib.get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}?" if near else f"it has {', '.join(names)}"
-
-
-def check_attribute(loader: Any, name: str, defaults: Iterable[str]) -> None:
-    """Refuse to set an attribute where that would do nothing.
-
-    Args:
-        loader: of which it is to be set.
-        name: of the attribute.
-        defaults: names of the arguments of a loader that have a default.
-
-    Raises:
-        AttributeError: it is an argument that the workers were made with, or a typo.
-    """
-    import difflib
-
-    arguments = {"dataset", "sampler", *defaults}
-    if name in arguments:
-        raise AttributeError(
-            f"{name} cannot be set, since the workers have what the Loader was made with; make "
-            f"another Loader with {name}=..."
-        )
-    near = difflib.get_close_matches(name, [*arguments, "epoch"], 1, cutoff=0.8)
-    if near and not hasattr(loader, name):
-        raise AttributeError(f"a Loader has no attribute {name!r}; did you mean {near[0]}?")
 
 
 def refuse_copies(self: Any) -> NoReturn:

@@ -254,7 +254,9 @@ class Loader(Generic[B]):
         is_made, public = "_end" in vars(self), name[0] != "_"
         own = type(self) is Loader or name in vars(self)  # not an attribute of a subclass
         if is_made and public and own and name not in ("epoch", "num_workers"):
-            arguments.check_attribute(self, name, self._arguments[1])
+            from minloader._diagnosis.mistakes import check_attribute
+
+            check_attribute(self, name, self._arguments[1])
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ from minloader import (
     prefetch,
     sliced,
 )
-from minloader._arguments import OTHER_NAMES
+from minloader._diagnosis.mistakes import OTHER_NAMES
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -341,6 +341,13 @@ def test_what_is_registered_comes_first(make, way, monkeypatch):
     getattr(obj, "close", int)()
 
 
+@pytest.mark.parametrize("function", [None, 3])
+def test_what_no_function_reduces_is_not_registered(function):
+    with pytest.raises(TypeError, match=f"function must be callable, got {function}"):
+        register_reducer(Holder, function)
+    assert Holder not in registered
+
+
 # --- what is to blame --------------------------------------------------------------------------
 
 

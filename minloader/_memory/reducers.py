@@ -26,7 +26,7 @@ from functools import partial
 from operator import methodcaller
 from typing import Any, TypeVar
 
-from minloader._arguments import check_callable
+from minloader._formats import brief_repr
 
 T = TypeVar("T")
 Reduce = Callable[[Any], Any]
@@ -118,8 +118,12 @@ def register_reducer(type: type[T], function: Callable[[T], Any]) -> None:
         type: the class. Of subclasses nothing is changed.
         function: called with an object; returns what its ``__reduce__`` would return: mostly a
             function, and its arguments. Large arrays among these are shared as others are.
+
+    Raises:
+        TypeError: ``function`` is none.
     """
-    check_callable("function", function)
+    if not callable(function):
+        raise TypeError(f"function must be callable, got {brief_repr(function)}")
     registered[type] = function
 
 
