@@ -31,7 +31,9 @@ from kinds import (
 from test_streams import in_turns
 
 from minloader import Loader, get_worker_info, shuffled
-from minloader._epochs import epoch, lane
+from minloader._epochs import lane
+from minloader._pools.threads import ThreadPool
+from minloader._pools.ticket import Bell
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -133,23 +135,23 @@ def test_more_shards_than_tasks_under_way(monkeypatch, num_workers):
     monkeypatch.setattr(lane, "MAX_SHARD_CHUNK", 1)
     sent: list[int] = []
     waited: list[int] = []
-    send = lane.Lane._send
-    wait = epoch.Epoch._wait
+    submit = ThreadPool.submit
+    wait = Bell.wait
 
-    def note_sent(self: Any, task: Any) -> None:
-        sent.append(task.first)
-        send(self, task)
+    def note_sent(self: Any, task: Any, bell: Any) -> Any:
+        sent.append(task.ordinal)
+        return submit(self, task, bell)
 
-    def note_waited(self: Any) -> None:
-        waited.append(self.in_flight)
-        wait(self)
+    def note_waited(self: Any, seconds: float | None = None) -> None:
+        waited.append(loader.stats.workers.in_flight)
+        wait(self, seconds)
 
     options: dict[str, Any] = {"executor": "thread", "prefetch_factor": 1}
     with Loader(Steady(80), num_workers=8, **options) as loader:
         state = loader.state_dict()
         expected = list(loader)
-    monkeypatch.setattr(lane.Lane, "_send", note_sent)
-    monkeypatch.setattr(epoch.Epoch, "_wait", note_waited)
+    monkeypatch.setattr(ThreadPool, "submit", note_sent)
+    monkeypatch.setattr(Bell, "wait", note_waited)
     with Loader(Steady(80), num_workers=num_workers, **options) as loader:
         loader.load_state_dict(state)
         assert list(loader) == expected

@@ -107,6 +107,8 @@ class Lane:
         self.current: Task | None = None
         self.tasks: deque[Task] = deque()
         self._drawn: Task | None = None  # whose items are being drawn, or were just drawn
+        # Shards may overtake each other, but the batches of one may not.
+        self._may_overtake = feed.may_overtake and not shared.options.in_order
         self._bell = bell
         self._call = call
         self._max_chunk = self._find_max_chunk()
@@ -322,12 +324,6 @@ class Lane:
             task.reply is not None or (task.ticket is not None and task.ticket.is_done)
             for task in (tasks if self._may_overtake else tasks[:1])
         )
-
-    @property
-    def _may_overtake(self) -> bool:
-        """Whether any task may be delivered next. Shards may overtake each other, but the batches
-        of one may not."""
-        return self.feed.may_overtake and not self.shared.options.in_order
 
     def look(self) -> Coming:
         """Return what comes next. If it is a batch, the current task has it."""
