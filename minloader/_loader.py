@@ -23,9 +23,8 @@ from minloader import _protocols as protocols
 from minloader._arguments import checked_int
 from minloader._epochs.counters import Counters, EventFile
 from minloader._epochs.course import Course
-from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches, SeveralEpochs
-from minloader._epochs.options import Options, Shared
+from minloader._epochs.options import OnError, Options, Shared
 from minloader._formats import brief_repr
 from minloader._pools.group import PoolFactory, PoolGroup
 from minloader._protocols import B

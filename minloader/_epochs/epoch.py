@@ -25,7 +25,7 @@ from typing import Any
 
 from minloader._epochs import failures
 from minloader._epochs.counters import track_of
-from minloader._epochs.failures import Losses
+from minloader._epochs.failures import Failures
 from minloader._epochs.feed import SamplerFeed, SamplerSource
 from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.lane import MISSING, Coming, Lane
@@ -87,7 +87,7 @@ class Epoch:
         held: what was delivered to a wrapper, such as ``prefetch``, and not yet to the consumer.
         has_given: whether it has given a batch, or begins behind one; also once an error has said
             that it gave none.
-        losses: what has failed in it.
+        failures: what has failed in it.
         left_out: how many of its batches failed and were left out.
         is_over: whether the consumer was told that there is no more.
         is_abandoned: whether the iterator is gone.
@@ -115,11 +115,7 @@ class Epoch:
         self._shard_watch: ShardWatch | None = None
         self._is_held = False  # whether somebody takes batches ahead of the consumer
         self._compares = False  # whether batches of shards are to be compared yet
-        self.losses = Losses(start.failed)
-        if start.failed:
-            # A state has those that were before it; here there may be others since.
-            errors = start.errors or shared.counters.last_errors
-            self.losses.recall(each for each in errors if each[0] == self.number)
+        self.failures = Failures(shared, start)
         self.begin_at(start, (), follows)
         if self.is_stream:
             compares = not self.has_given
@@ -202,7 +198,7 @@ class Epoch:
             lanes=lanes,
             is_stream=self.is_stream,
             length=self.length,
-            failed=self.losses.count,
+            failed=self.failures.count,
         )
 
     def following(self, number: int) -> Position:
@@ -377,15 +373,16 @@ class Epoch:
         if type(known) is Delivery:
             return known  # its failures were counted, and on_error was asked
         delivery = Delivery(lane.number, task, ordinal, task.unpack(n))
-        samples = [(sample, text) for batch, sample, text in reply.failed if batch == n]
+        batch = lane.ordinal_in_epoch(ordinal)
+        samples = [(sample, text) for each, sample, text in reply.failed if each == n]
         for number, (sample, text) in enumerate(samples):
-            delivery.error = self._count_failure(lane, ordinal, sample, text, number)
+            delivery.error = self.failures.add(batch, sample, text, number)
             if self.shared.job.options.on_sample_error is leave_out:
-                failures.report_left_out(sample, lane.ordinal_in_epoch(ordinal), text)
+                failures.report_left_out(sample, batch, text)
         delivery.has_failed = bool(samples)
         if type(delivery.outcome) is Failure:
             delivery.has_failed = True
-            self._handle(lane, delivery, len(samples))
+            self._handle(delivery, batch, len(samples))
         if delivery.error is not None:
             delivery.outcome = None
         if delivery.has_failed:
@@ -396,67 +393,34 @@ class Epoch:
             self._compares = not self._shard_watch.is_done
         return delivery
 
-    def _handle(self, lane: Lane, delivery: Delivery, number: int) -> None:
+    def _handle(self, delivery: Delivery, batch: int, number: int) -> None:
         """Do with a failed batch what ``on_error`` says: it says what takes its place.
 
         Args:
-            lane: that it is of.
             delivery: the batch.
+            batch: its ordinal in the epoch.
             number: how many samples of it are known to have failed before.
         """
-        shared = self.shared
         failure = delivery.outcome
         task = delivery.task
-        ordinal = lane.ordinal_in_epoch(delivery.ordinal)
         reply = task.reply
         assert reply is not None
         where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
-        labels = {"batch": ordinal, "epoch": self.number, "error": failure.summary}
-        shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
+        labels = {"batch": batch, "epoch": self.number, "error": failure.summary}
+        self.shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
         if not failure.fatal:
-            sample = failure.sample
-            summary = failure.summary
-            excess = self._count_failure(lane, delivery.ordinal, sample, summary, number)
-            if excess is not None:
-                delivery.error = excess
+            delivery.error = self.failures.add(batch, failure.sample, failure.summary, number)
+            if delivery.error is not None:
                 return
+        item = task.item(delivery.ordinal - task.first)
         try:
             delivery.outcome, delivery.error = self._interrupts.let_through(
-                failures.handle,
-                failure,
-                ordinal,
-                self.number,
-                task.item(delivery.ordinal - task.first),
-                reply.worker,
-                reply.pid,
-                shared.options.on_error,
+                self.failures.handle, failure, batch, item, reply
             )
         except Exception as error:  # of the user's function: it takes the place of the batch
             if breaks_in(error):
                 raise
             delivery.error = error
-
-    def _count_failure(
-        self, lane: Lane, ordinal: int, sample: Any, text: str, number: int
-    ) -> BatchError | None:
-        """Count what has failed; return an error if that is too many.
-
-        Args:
-            lane: that the batch is of.
-            ordinal: of the batch in the lane.
-            sample: its index, in a tuple, maybe packed; or that is empty.
-            text: the error.
-            number: of the error among those of the batch.
-        """
-        index = (failures.unpacked(sample) or (None,))[0]
-        ordinal = lane.ordinal_in_epoch(ordinal)
-        self.shared.counters.fail(self.number, ordinal, index, text)
-        self.losses.add(ordinal, index, number)
-        most = self.shared.options.max_errors
-        if most is None or self.losses.count <= most:
-            return None
-        text = failures.too_many(self.shared.counters, self.losses, self.number, most)
-        return BatchError(text, ordinal=ordinal, epoch=self.number, sample=index)
 
     # --- whose turn it is
 

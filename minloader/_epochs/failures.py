@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from minloader._epochs.counters import ERRORS_KEPT, Counters, Failed, plain
+from minloader._epochs.counters import ERRORS_KEPT, plain
+from minloader._epochs.options import Shared
+from minloader._epochs.position import Position
 from minloader._errors import (
     SKIP,
     BatchError,
@@ -27,8 +27,6 @@ from minloader._pools.ticket import Death
 from minloader._worker.messages import Failure, Reply
 
 logger = logging.getLogger("minloader")
-
-OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
 class BatchLabel(NamedTuple):
@@ -53,145 +51,141 @@ class BatchLabel(NamedTuple):
         return f"batch {self.ordinal} of epoch {self.epoch}, item {brief_repr(self.item)}{sample}"
 
 
-def handle(
-    failure: Failure,
-    ordinal: int,
-    epoch: int,
-    item: Any,
-    worker: int,
-    pid: int,
-    on_error: OnError,
-) -> tuple[Any, BaseException | None]:
-    """Do with a failed batch what ``on_error`` says.
+class Failures:
+    """What has failed in an epoch, and what becomes of it.
+
+    The same sample counts once, and the same batch, unless very many others have failed since.
 
     Args:
-        failure: what happened.
-        ordinal: of the batch in its epoch.
-        epoch: number of the epoch.
-        item: that the sampler yielded for the batch.
-        worker: id of the worker; below 0 if there was none of ours.
-        pid: its process; -1 if there was none.
-        on_error: as the user gave it.
-
-    Returns:
-        What takes the batch's place: SKIP or another batch; or what to raise. That is the original
-        error, with a note that names the batch; or a BatchError in place of what would end the loop
-        or the program (StopIteration, SystemExit, KeyboardInterrupt). It is raised elsewhere: the
-        frames of an error's traceback must not hold the error, or the loader would live until the
-        garbage collector finds the cycle.
-    """
-    known_worker = worker if worker >= 0 else None
-    known_pid = pid if pid >= 0 else None
-    who = "a worker" if known_worker is None else f"worker {known_worker}"
-    where = "in the parent" if known_pid is None else f"{who} (pid {known_pid})"
-    sample = unpacked(failure.sample) or ()
-    label = BatchLabel(ordinal=ordinal, epoch=epoch, item=item, sample=sample)
-    what = f"{label}, {where}"
-    what += failure.when and f", {failure.when}"
-    attributes = {
-        "ordinal": ordinal,
-        "epoch": epoch,
-        "item": item,
-        "worker": known_worker,
-        "pid": known_pid,
-        "sample": sample[0] if sample else None,
-    }
-    remote = OriginalTraceback(failure.traceback) if failure.traceback else None
-
-    error = unpacked(failure.error)
-    if error is not None and remote is not None:
-        BaseException.__setattr__(error, "__cause__", remote)  # frozen dataclasses have their own
-    advice = ADVICE.get(type(error).__name__, "")
-    advice = advice and f" ({advice})"
-    # Our own, which does not know yet which batch it is of: a loader's that the dataset reads does.
-    if isinstance(error, BatchError) and error.ordinal < 0:
-        vars(error).update(attributes)
-        report: BatchError = error
-    else:
-        report = BatchError(f"{what}: {failure.summary}{advice}", **attributes)
-        report.__cause__ = error or remote
-
-    skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
-    if on_error == "raise" or not skippable:
-        # One that cannot be carried; or that would end the loop as if the epoch were over, or the
-        # program without a word.
-        if not isinstance(error, Exception) or isinstance(error, StopIteration):
-            return None, report
-        add_note(error, f"minloader: {what}{advice}")
-        return None, error
-    if on_error == "skip":
-        logger.warning("skipped %s: %s", what, failure.summary)
-        return SKIP, None
-    assert callable(on_error)
-    try:
-        return on_error(report), None
-    except StopIteration as stop:  # it would end the loop as if the epoch were over
-        raise RuntimeError("on_error raised StopIteration") from stop
-
-
-# --- how much may fail
-
-
-@dataclass(eq=False, repr=False)
-class Losses:
-    """What has failed in an epoch. The same sample counts once, and the same batch, unless very
-    many others have failed since.
+        shared: what all epochs of the loader share.
+        start: where the epoch begins.
 
     Attributes:
         count: how many samples have failed, and batches of which it is not known by which sample.
-        last_keys: what the last of these are recognized by, as many as a state has errors.
     """
 
-    count: int = 0
-    last_keys: dict[str, None] = field(default_factory=dict)
+    def __init__(self, shared: Shared, start: Position) -> None:
+        self.count = start.failed
+        self._shared = shared
+        self._epoch = start.epoch
+        # What the last ones are recognized by, as many as a state has errors.
+        self._last_keys: dict[str, None] = {}
+        if not start.failed:
+            return
+        # A state has those that were before it; here there may be others since.
+        before: Counter[int] = Counter()
+        for epoch, batch, sample, _ in start.errors or shared.counters.last_errors:
+            if epoch == self._epoch:
+                self._last_keys[_key(batch, sample, before[batch])] = None
+                before[batch] += 1
 
-    def add(self, batch: int, sample: Any, number: int) -> None:
-        """Count an error.
+    def add(self, batch: int, sample: Any, text: str, number: int) -> BatchError | None:
+        """Count what has failed; return an error if that is too many.
 
         Args:
-            batch: number of the batch in the epoch.
-            sample: index of the sample; None if it is not known.
+            batch: ordinal of the batch in the epoch.
+            sample: its index, in a tuple, maybe packed; or that is empty.
+            text: the error.
             number: of the error among those of the batch.
         """
-        key = self._key(batch, sample, number)
-        if key in self.last_keys:
-            return
-        self.last_keys[key] = None
-        self.count += 1
-        if len(self.last_keys) > ERRORS_KEPT:
-            del self.last_keys[next(iter(self.last_keys))]
+        index = (unpacked(sample) or (None,))[0]
+        counters = self._shared.counters
+        counters.fail(self._epoch, batch, index, text)
+        key = _key(batch, index, number)
+        if key not in self._last_keys:
+            self._last_keys[key] = None
+            self.count += 1
+        if len(self._last_keys) > ERRORS_KEPT:
+            del self._last_keys[next(iter(self._last_keys))]
+        most = self._shared.options.max_errors
+        if most is None or self.count <= most:
+            return None
+        errors = [each for each in counters.last_errors if each[0] == self._epoch]
+        first = [
+            f"  batch {each[1]}, sample {brief_repr(each[2])}: {each[3]}" for each in errors[:5]
+        ]
+        which = "these" if self.count <= len(errors) else "those that are known"
+        return BatchError(
+            f"{self.count} of the batches and samples of epoch {self._epoch} failed, more than "
+            f"max_errors={most} allows; the first of {which}:\n" + "\n".join(first),
+            ordinal=batch,
+            epoch=self._epoch,
+            sample=index,
+        )
 
-    def recall(self, errors: Iterable[Failed]) -> None:
-        """Know errors of the epoch that were counted before."""
-        self.last_keys = {}
-        before: Counter[int] = Counter()
-        for _, batch, sample, _ in errors:
-            self.last_keys[self._key(batch, sample, before[batch])] = None
-            before[batch] += 1
+    def handle(
+        self, failure: Failure, batch: int, item: Any, reply: Reply
+    ) -> tuple[Any, BaseException | None]:
+        """Do with a failed batch what ``on_error`` says.
 
-    def _key(self, batch: int, sample: Any, number: int) -> str:
-        return f"batch {batch}, {number}" if sample is None else f"sample {plain(sample)!r}"
+        Args:
+            failure: what happened.
+            batch: ordinal of the batch in the epoch.
+            item: that the sampler yielded for the batch.
+            reply: that the failure came with.
+
+        Returns:
+            What takes the batch's place: SKIP or another batch; or what to raise. That is the
+            original error, with a note that names the batch; or a BatchError in place of what would
+            end the loop or the program (StopIteration, SystemExit, KeyboardInterrupt). It is raised
+            elsewhere: the frames of an error's traceback must not hold the error, or the loader
+            would live until the garbage collector finds the cycle.
+        """
+        on_error = self._shared.options.on_error
+        worker = reply.worker if reply.worker >= 0 else None
+        pid = reply.pid if reply.pid >= 0 else None
+        who = "a worker" if worker is None else f"worker {worker}"
+        where = "in the parent" if pid is None else f"{who} (pid {pid})"
+        sample = unpacked(failure.sample) or ()
+        label = BatchLabel(ordinal=batch, epoch=self._epoch, item=item, sample=sample)
+        what = f"{label}, {where}"
+        what += failure.when and f", {failure.when}"
+        attributes = {
+            "ordinal": batch,
+            "epoch": self._epoch,
+            "item": item,
+            "worker": worker,
+            "pid": pid,
+            "sample": sample[0] if sample else None,
+        }
+        remote = OriginalTraceback(failure.traceback) if failure.traceback else None
+
+        error = unpacked(failure.error)
+        if error is not None and remote is not None:
+            BaseException.__setattr__(
+                error, "__cause__", remote
+            )  # frozen dataclasses have their own
+        advice = ADVICE.get(type(error).__name__, "")
+        advice = advice and f" ({advice})"
+        # Our own, which does not know yet which batch it is of: a loader's that the dataset reads
+        # does.
+        if isinstance(error, BatchError) and error.ordinal < 0:
+            vars(error).update(attributes)
+            report: BatchError = error
+        else:
+            report = BatchError(f"{what}: {failure.summary}{advice}", **attributes)
+            report.__cause__ = error or remote
+
+        skippable = isinstance(error, Exception | SystemExit | None) and not failure.fatal
+        if on_error == "raise" or not skippable:
+            # One that cannot be carried; or that would end the loop as if the epoch were over, or
+            # the program without a word.
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                return None, report
+            add_note(error, f"minloader: {what}{advice}")
+            return None, error
+        if on_error == "skip":
+            logger.warning("skipped %s: %s", what, failure.summary)
+            return SKIP, None
+        assert callable(on_error)
+        try:
+            return on_error(report), None
+        except StopIteration as stop:  # it would end the loop as if the epoch were over
+            raise RuntimeError("on_error raised StopIteration") from stop
 
 
-def too_many(counters: Counters, losses: Losses, epoch: int, max_errors: int) -> str:
-    """Return what to say if more has failed than may.
-
-    Args:
-        counters: they have the errors.
-        losses: of the epoch.
-        epoch: its number.
-        max_errors: how many may.
-    """
-    errors = [each for each in counters.last_errors if each[0] == epoch]
-    first = [
-        f"  batch {batch}, sample {brief_repr(sample)}: {error}"
-        for _, batch, sample, error in errors
-    ]
-    which = "these" if losses.count <= len(errors) else "those that are known"
-    return (
-        f"{losses.count} of the batches and samples of epoch {epoch} failed, more than "
-        f"max_errors={max_errors} allows; the first of {which}:\n" + "\n".join(first[:5])
-    )
+def _key(batch: int, sample: Any, number: int) -> str:
+    return f"batch {batch}, {number}" if sample is None else f"sample {plain(sample)!r}"
 
 
 def report_left_out(sample: Any, batch: int, error: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from minloader._epochs.counters import Counters
-from minloader._epochs.failures import OnError
+from minloader._errors import BatchError
 from minloader._pools.group import PoolGroup
 from minloader._worker.messages import Job
+
+OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 CLOSED = "this Loader is closed; make a new one"
 

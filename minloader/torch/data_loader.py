@@ -33,8 +33,8 @@ from minloader._arguments import checked_int
 from minloader._epochs.counters import Counters
 from minloader._epochs.course import Cursor
 from minloader._epochs.epoch import AT_HAND, Commit
-from minloader._epochs.failures import OnError
 from minloader._epochs.iterator import Batches
+from minloader._epochs.options import OnError
 from minloader._epochs.position import check_version
 from minloader._epochs.task import Delivery
 from minloader._formats import brief_repr, part_meant
