@@ -28,12 +28,12 @@ from itertools import repeat
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from minloader._arguments import checked_int, refuse_copies
-from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.iterator import EXECUTING, Batches, SeveralEpochs
 from minloader._errors import breaks_in, not_the_end, without_frames
 from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._memory import forks
+from minloader._pools.interrupts import Interrupts
 from minloader._protocols import B, is_iterable
 
 A = TypeVar("A")

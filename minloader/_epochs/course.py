@@ -21,7 +21,6 @@ from minloader import _formats as formats
 from minloader import _protocols as protocols
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.feed import SamplerFeed, SamplerSource, check_length
-from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.options import Shared
 from minloader._epochs.position import (
     LanePosition,
@@ -31,8 +30,8 @@ from minloader._epochs.position import (
     to_state,
 )
 from minloader._formats import brief_repr
-from minloader._memory.files import interrupts_held
 from minloader._memory.pickling import pack
+from minloader._pools.interrupts import Interrupts, interrupts_held
 from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import with_inner

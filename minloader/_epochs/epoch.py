@@ -27,7 +27,6 @@ from minloader._epochs import failures
 from minloader._epochs.counters import track_of
 from minloader._epochs.failures import Failures
 from minloader._epochs.feed import SamplerFeed, SamplerSource
-from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.lane import MISSING, Coming, Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Ordinals, Position, deliver
@@ -38,6 +37,7 @@ from minloader._errors import SKIP, BatchError, breaks_in
 from minloader._formats import counted
 from minloader._memory import forks
 from minloader._pools.base import Pool
+from minloader._pools.interrupts import Interrupts
 from minloader._pools.ticket import Bell
 from minloader._sampling.reader import SourceState
 from minloader._worker.batch_maker import leave_out

@@ -29,10 +29,10 @@ from typing import Any, Generic, Self
 from minloader._arguments import refuse_copies
 from minloader._epochs.course import Course, Cursor
 from minloader._epochs.epoch import AT_HAND, Commit, Epoch
-from minloader._epochs.interrupts import Interrupts
 from minloader._epochs.lane import MISSING
 from minloader._errors import not_the_end
 from minloader._memory import forks
+from minloader._pools.interrupts import Interrupts
 from minloader._protocols import B
 
 EXECUTING = (

@@ -12,16 +12,13 @@ system tells with the path.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import secrets
-import signal
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -195,62 +192,6 @@ if libc is not None:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, _SIZE, _FLAG, _FLAG, _FLAG, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, _SIZE)
-
-
-# The module's own functions make enums of what they get and return, which is most of what it takes
-# to hold Ctrl-C off.
-_set_handler: Any = _signal.signal
-_get_handler: Any = _signal.getsignal
-_SIGINT = int(signal.SIGINT)
-
-
-class InterruptHolder:
-    """Has taken the place of the handler of Ctrl-C, for a while."""
-
-    def __init__(self) -> None:
-        self._former: Any = None
-
-
-class interrupts_held(InterruptHolder):  # noqa: N801  # read as a function
-    """Hold Ctrl-C off this thread; it comes when the block is over.
-
-    In the middle of a start it would leave a child that nobody knows, or a descriptor. To block the
-    signal does not do: another thread may take it, and Python raises in the main thread all the
-    same.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held: list[Any] = []
-
-    def __enter__(self) -> None:
-        former = _get_handler(_SIGINT)
-        if threading.get_ident() == threading.main_thread().ident and callable(former):
-            self._former = former
-            _set_handler(_SIGINT, self._hold)
-
-    def _hold(self, *args: Any) -> None:
-        self._held.append(args)
-
-    def __exit__(self, *exc_info: object) -> None:
-        former = self._former
-        if former is None:
-            return
-        _set_handler(_SIGINT, former)
-        if self._held:
-            former(*self._held[0])
-
-
-def _let_interrupts_through() -> None:
-    """Give a fork the handler that its parent has outside of the block, of which it sees no end."""
-    former = handler = _get_handler(_SIGINT)
-    while isinstance(getattr(former, "__self__", None), InterruptHolder):
-        former = former.__self__._former  # one block may be within another
-    if former is not handler:
-        _set_handler(_SIGINT, former)
-
-
-forks.in_child.append(_let_interrupts_through)
 
 
 class _Anchor:

@@ -17,10 +17,10 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from types import ModuleType
 
-from minloader._memory.files import interrupts_held
 from minloader._memory.limits import NO_FOLDER, has_current_folder
 from minloader._pools.cpython import modules_to_preload
 from minloader._pools.environment import default_environment, hash_seed
+from minloader._pools.interrupts import interrupts_held
 from minloader._worker.start import refuse_avalanche
 
 

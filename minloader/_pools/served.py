@@ -27,9 +27,9 @@ from functools import partial
 from typing import Any
 
 from minloader._errors import breaks_in
-from minloader._memory.files import interrupts_held
 from minloader._pools.base import GRACE, RemotePool
 from minloader._pools.cpython import is_ours
+from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.messages import Reply, TaskMessage, Unready
 from minloader._worker.start import refuse_avalanche

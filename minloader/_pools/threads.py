@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._errors import breaks_in
-from minloader._memory.files import interrupts_held
 from minloader._pools.base import Pool
+from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
 from minloader._worker.environment import Environment

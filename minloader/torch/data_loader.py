@@ -39,7 +39,7 @@ from minloader._epochs.position import check_version
 from minloader._epochs.task import Delivery
 from minloader._formats import brief_repr, part_meant
 from minloader._loader import Loader
-from minloader._memory.files import interrupts_held
+from minloader._pools.interrupts import interrupts_held
 from minloader._prefetch import Prefetch
 from minloader._protocols import has_epochs, is_read_once
 from minloader._sampling.ranks import dealer_of, with_inner

@@ -1,19 +1,23 @@
-"""Ctrl-C is held while an iterator works, and let through where that is safe."""
+"""Ctrl-C is held while an iterator works, and let through where that is safe.
+
+That one module does all of this is trio's idea.
+"""
 
 from __future__ import annotations
 
 # The functions of signal make enums of what they get, which takes longer than they.
 import _signal  # type: ignore[import-not-found]
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident, main_thread
 from typing import Any
 
-from minloader._memory.files import InterruptHolder
+from minloader._memory import forks
 
 _SIGINT = int(_signal.SIGINT)
 
 
-class Interrupts(InterruptHolder):
+class Interrupts:
     """Holds Ctrl-C within a block: it comes at the block's end, or where that lets it through.
 
     ::
@@ -26,7 +30,7 @@ class Interrupts(InterruptHolder):
     makes it unsure: what follows from the position is then to be made again.
 
     To block the signal does not do: another thread may take it, and Python raises in the main
-    thread all the same. The idea that one module does all of this is trio's.
+    thread all the same.
 
     Attributes:
         is_on: whether the function with the block runs. That function sets it, without a call.
@@ -34,9 +38,9 @@ class Interrupts(InterruptHolder):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.is_on = False
         self.is_unsure = False
+        self._former: Any = None  # the handler whose place this has taken
         self._held: Any = None
         self._passed: BaseException | None = None
 
@@ -92,3 +96,30 @@ class Interrupts(InterruptHolder):
             _signal.signal(_SIGINT, former)
             self._former = None
             former(*args)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C until the block is over.
+
+    In the middle of a start it would leave a child that nobody knows, or a descriptor.
+    """
+    interrupts = Interrupts()
+    interrupts.is_on = True
+    try:
+        with interrupts:
+            yield
+    finally:
+        interrupts.is_on = False
+
+
+def _let_interrupts_through() -> None:
+    """Give a fork the handler that its parent has outside of the block, of which it sees no end."""
+    former = handler = _signal.getsignal(_SIGINT)
+    while isinstance(getattr(former, "__self__", None), Interrupts):
+        former = former.__self__._former  # one block may be within another
+    if former is not handler:
+        _signal.signal(_SIGINT, former)
+
+
+forks.in_child.append(_let_interrupts_through)
