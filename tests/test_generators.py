@@ -143,7 +143,7 @@ PLACES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "class": (lambda: {"dataset": OfClass()}, "dataset.R"),
     "method": (
         lambda: {"dataset": Holder(rng().standard_normal, lambda self: self.held.__self__)},
-        "dataset.held",
+        "dataset.held.__self__",
     ),
     "inside": (
         lambda: {"dataset": Holder(Holder(rng()), lambda self: self.held.held)},
@@ -154,13 +154,16 @@ PLACES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"transform": Composed(Holder(1.0, lambda self: random), Holder(rng()))},
         "transform.transforms[1].held",
     ),
-    "default": (lambda: {"transform": with_default}, "transform:generator"),
-    "closure": (lambda: {"transform": closed_over()}, "transform:generator"),
+    "default": (lambda: {"transform": with_default}, "transform (default of 'generator')"),
+    "closure": (lambda: {"transform": closed_over()}, "transform (closure variable 'generator')"),
     "partial": (lambda: {"transform": functools.partial(with_default, generator=rng())},
-        "transform['generator']",
+        "transform.keywords['generator']",
     ),
-    "global": (lambda: {"transform": by_global}, f"{__name__}.GLOBAL"),
-    "global's": (lambda: {"transform": by_global_holder}, f"{__name__}.SETTINGS['augment'].held"),
+    "global": (lambda: {"transform": by_global}, "transform (global variable 'GLOBAL')"),
+    "global's": (
+        lambda: {"transform": by_global_holder},
+        "transform (global variable 'SETTINGS')['augment'].held",
+    ),
     "collate_fn": (lambda: {"collate_fn": Holder(rng())}, "collate_fn.held"),
 }  # fmt: skip
 
@@ -541,7 +544,7 @@ def test_one_that_a_function_of_the_main_module_draws_from_is_told():
         """
     lines = python(program).stderr.splitlines()
     assert [line.partition(" is sent")[0] for line in lines] == [
-        "__main__.RNG (a Generator of numpy)",
+        "dataset (global variable 'RNG') (a Generator of numpy)",
         "a Generator of numpy",
     ]
 

@@ -366,6 +366,13 @@ def global_variable(lock):
     return module.f
 
 
+def global_of_a_lambda(lock):
+    module = types.ModuleType("by_value")
+    vars(module)["lock"] = lock
+    exec("def f(): return lambda: lock", vars(module))
+    return module.f
+
+
 def knowing_itself(lock):
     holder = Holder()
     holder.child = Holder(parent=holder)
@@ -402,6 +409,7 @@ def deep(n, obj):
         (lambda bad: Holder(good=np.ones(3), bad=Unpicklable()), "dataset.bad"),
         (lambda bad: deep(20, bad), "dataset" + "[0]" * 20),
         (global_variable, "dataset (global variable 'lock')"),
+        (global_of_a_lambda, "dataset (global variable 'lock')"),
         (knowing_itself, "dataset.lock"),
     ],
 )

@@ -11,11 +11,18 @@ from typing import Any
 
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import JobPickler
+from minloader._memory.parts import Part, globals_of, parts
 from minloader._memory.reducers import MAIN
 
 MOST_PARTS = 100_000
 """How many parts are looked at for the one at fault, a second's work. A dataset may be of millions,
 or make new ones each time."""
+
+
+_TAKEN_APART = (
+    *(dict, list, tuple, partial),
+    *(types.FunctionType, types.MethodType, types.BuiltinMethodType),
+)
 
 
 class _Probe(JobPickler):
@@ -33,24 +40,16 @@ class _Probe(JobPickler):
         return super().persistent_id(obj)
 
 
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts an object is pickled from, each with how one would write it in code."""
-    if isinstance(obj, dict):
-        yield from ((f"[{key!r}]", value) for key, value in obj.items())
-    elif isinstance(obj, (list, tuple)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(obj))
-    elif isinstance(obj, types.MethodType | types.BuiltinMethodType):
-        yield ".__self__", obj.__self__
-    elif isinstance(obj, partial):
-        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
-    elif isinstance(obj, types.FunctionType):
-        yield from _parts_of_function(obj)
-    elif isinstance(obj, type):
+def _parts(obj: Any) -> Iterator[Part]:
+    """Yield the parts an object is pickled from."""
+    if isinstance(obj, type):
         yield from (("", base) for base in obj.__bases__)
         for name, value in vars(obj).items():
             value = getattr(value, "__func__", getattr(value, "fget", value))
             if isinstance(value, types.FunctionType) or not name.startswith("_"):
                 yield f".{name}", value
+    elif isinstance(obj, _TAKEN_APART):
+        yield from (*parts(obj), *globals_of(obj))
     elif not isinstance(obj, str | bytes | int | float | None):
         if type(obj).__module__ in MAIN:  # it is sent with all that its methods use
             yield "", type(obj)
@@ -67,22 +66,6 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", value) for name, value in part.items())
             else:
                 yield "", part
-
-
-def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f" (closure variable {name!r})", cell.cell_contents
-        except ValueError:  # the cell is still empty
-            continue
-    arguments = reversed(code.co_varnames[: code.co_argcount])
-    defaults = dict(zip(arguments, reversed(function.__defaults__ or ()), strict=False))
-    for name, value in (defaults | (function.__kwdefaults__ or {})).items():
-        yield f" (default of {name!r})", value
-    for name in code.co_names:
-        if name in function.__globals__:
-            yield f" (global variable {name!r})", function.__globals__[name]
 
 
 def find_unpicklable(

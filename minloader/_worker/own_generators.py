@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from operator import attrgetter, methodcaller
 from types import (
@@ -26,12 +25,12 @@ from types import (
     CodeType,
     FunctionType,
     MemberDescriptorType,
-    MethodType,
     ModuleType,
 )
 from typing import Any, NamedTuple
 
 from minloader._memory.job_file import GENERATORS
+from minloader._memory.parts import globals_of, parts
 from minloader._protocols import reads_at_once
 from minloader._sampling.seeding import derive
 from minloader._worker.environment import Environment
@@ -160,11 +159,11 @@ def find(roots: dict[str, Any], *, needs_state: bool = True) -> dict[str, OwnGen
             found[path] = OwnGenerator(value, how)
             continue
         try:
-            parts = list(_parts(path, value, seen, is_near=steps <= NEAR))
+            found_in = list(_parts(path, value, seen, is_near=steps <= NEAR))
         except Exception as error:  # another thread changes it, say
             logger.debug("%s was not looked into: %r", path, error)
             continue
-        waiting += [(to, part, steps + 1) for to, part in parts if not _is_leaf(part)]
+        waiting += [(to, part, steps + 1) for to, part in found_in if not _is_leaf(part)]
     return found
 
 
@@ -219,20 +218,8 @@ def _parts(
 ) -> Iterator[tuple[str, Any]]:
     """Yield what an object refers to, with the path of each."""
     kind = type(value)
-    if issubclass(kind, dict):
-        for n, (key, part) in enumerate(islice(dict.items(value), WIDTH)):
-            yield f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[key {n}]", part
-    for sequence in (list, tuple, deque):
-        if issubclass(kind, sequence):
-            elements: Any = sequence.__iter__(value)
-            for n, part in enumerate(islice(elements, WIDTH)):
-                yield f"{path}[{n}]", part
-    if issubclass(kind, FunctionType):
-        yield from _parts_of_function(path, value, is_near=is_near)
-    elif issubclass(kind, MethodType | BuiltinMethodType):
-        yield from ((path, value.__self__), (path, getattr(value, "__func__", None)))
-    elif issubclass(kind, partial):
-        yield from ((path, value.func), (path, value.args), (path, value.keywords))
+    yield from ((path + step, part) for step, part in parts(value, WIDTH))
+    yield from _globals(path, value, is_near=is_near)
     # Of a wrapper of ours: it calls them what the user does.
     is_ours = kind.__module__ == "minloader._worker.torch_conventions"
     own = dict(_attributes(value))
@@ -244,7 +231,8 @@ def _parts(
             if type(function) is FunctionType:
                 if id(function) not in seen:
                     seen[id(function)] = function
-                    yield from _parts_of_function(path, function, is_near=is_near)
+                    yield from ((path + step, each) for step, each in parts(function))
+                    yield from _globals(path, function, is_near=is_near)
             elif name not in own and type(part) is not MemberDescriptorType and name[:2] != "__":
                 own[name] = part  # hides what a base class calls so
                 yield f"{path}.{name}", part
@@ -264,31 +252,13 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                     continue  # it is not set
 
 
-def _parts_of_function(path: str, function: Any, *, is_near: bool) -> Iterator[tuple[str, Any]]:
-    """Yield what a function refers to."""
-    code = function.__code__
-    defaults = function.__defaults__ or ()
-    last = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    arguments = dict(zip(last, defaults, strict=True)) | (function.__kwdefaults__ or {})
-    yield from ((f"{path}:{name}", part) for name, part in arguments.items())
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f"{path}:{name}", cell.cell_contents
-        except ValueError:
-            continue  # it is not set
-    names = function.__globals__
-    for name in _names(code):
-        part = names.get(name)
+def _globals(path: str, function: Any, *, is_near: bool) -> Iterator[tuple[str, Any]]:
+    """Yield what a function finds among the globals of its module, and is looked into."""
+    for step, part in globals_of(function):
         # Not on into other functions: they would lead through whole libraries.
         is_thing = is_near and not issubclass(type(part), FunctionType | BuiltinMethodType)
         if is_thing or _kind_of(part) is not None:
-            yield f"{names.get('__name__')}.{name}", part
-
-
-def _names(code: CodeType) -> Iterable[str]:
-    """Return the names that code may look up among the globals, also in functions within it."""
-    inner = (_names(each) for each in code.co_consts if type(each) is CodeType)
-    return dict.fromkeys((*code.co_names, *(name for names in inner for name in names)))
+            yield path + step, part
 
 
 # --- seeded
