@@ -23,7 +23,7 @@ from conftest import eventually, require
 from minloader import Loader
 from minloader._diagnosis import examination, findings, trials
 from minloader._diagnosis.audit import NewLoaders
-from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.inspect import inspect, with_arguments
 from minloader.doctor import Report, Row, examine, main
 from tests.helpers import stats_of
 
@@ -368,8 +368,8 @@ def test_a_stream_of_torchs_kind():
             return iter(range(info.id, 8, info.num_workers))
 
     make = NewLoaders(lambda: DataLoader(Numbers(), batch_size=2))
-    with make(num_workers=2, prefetch_factor=3) as loader:
-        assert inspect(loader).prefetch_factor == 3
+    with with_arguments(make(), num_workers=2, prefetch_factor=3) as loader:
+        assert inspect(loader).group.prefetch_factor == 3
         assert sorted(batch.tolist() for batch in loader) == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
@@ -381,7 +381,7 @@ def test_the_order_of_torchs_samplers_follows_from_the_epoch():
         torch.seed()
         before = torch.get_rng_state()
         loader = NewLoaders(lambda: DataLoader(list(range(50)), batch_size=50, **options))
-        with loader(num_workers=0) as made:
+        with with_arguments(loader(), num_workers=0) as made:
             found = [batch.tolist() for _ in range(2) for batch in made]
         assert torch.equal(before, torch.get_rng_state())
         return found
@@ -401,7 +401,7 @@ def test_no_method_is_advised_that_torchs_kind_has_not():
     require("torch")
     from minloader.torch import DataLoader
 
-    with NewLoaders(lambda: DataLoader([1, 2]))(num_workers=0) as loader:
+    with with_arguments(DataLoader([1, 2]), num_workers=0) as loader:
         stats = stats_of(batches=1, time_startup=9.0, time_wait=10.0, workers_count=1)
         assert "start()" in stats.verdict
         stats.workers.started_early = loader.stats.workers.started_early

@@ -43,7 +43,7 @@ from minloader import (
     Loader,
     get_worker_info,
 )
-from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.inspect import inspect, with_arguments
 from minloader._diagnosis.leaves import MOST_LEAVES, leaves
 from minloader.doctor import examine
 from minloader.testing import IrreproducibleError, check_reproducible
@@ -583,11 +583,32 @@ def test_workers_are_seen():
         assert [worker.number for worker in view.workers] == [0, 1]
         assert all(worker.process.pid == worker.pid for worker in view.workers)
         assert not has_worked(loader)
-        view.prefetch_factor = 3
-        assert (view.prefetch_factor, view.group.max_in_flight, loader.num_workers) == (3, 6, 2)
         assert list(loader) == [n * n for n in range(6)]
         assert has_worked(loader)
         assert losses(loader) == 0
+
+
+class Squared(Loader):
+    """A loader with arguments of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(Squares(), range(count), retries=2)
+        self.name = "squares"
+
+
+def test_other_arguments_take_the_place_of_those_that_it_was_made_with():
+    made = Squared(6)
+    made.num_workers = 2
+    made.epoch = 3
+    made.start()
+    workers = [each.process for each in inspect(made).workers]
+    with with_arguments(made, prefetch_factor=3, in_order=False) as loader:
+        assert loader is made
+        assert not any(each.is_alive() for each in workers)
+        assert inspect(loader).group.max_in_flight == 6
+        assert "retries=2, num_workers=2, prefetch_factor=3, in_order=False" in repr(loader)
+        assert (loader.epoch, loader.name) == (3, "squares")
+        assert sorted(loader) == [n * n for n in range(6)]
 
 
 def test_where_there_is_no_loader():

@@ -20,7 +20,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from minloader._arguments import checked_int
-from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.inspect import inspect, with_arguments
 from minloader._diagnosis.leaves import Leaf, Leaves, leaves
 from minloader._errors import MinloaderError
 from minloader._formats import brief_repr
@@ -33,6 +33,9 @@ PATIENCE = 10.0
 """Seconds to wait until all workers have started. A worker that is later than that makes no batch,
 so that nothing can be seen of it. One that failed to load the dataset is never ready; its error
 comes with the first batch."""
+
+RETRIES = 9
+"""How often a batch is tried again in the run that kills a worker."""
 
 ABSENT = Leaf(b"", "is not there")
 """Stands for a leaf that the other batch has."""
@@ -144,8 +147,8 @@ class NewLoaders:
         self._make_loader = make_loader
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def __call__(self, **settings: Any) -> Loader:
-        """Return the next loader.
+    def __call__(self, **settings: Any) -> Any:
+        """Return the next loader, as it was made.
 
         Args:
             settings: arguments for ``make_loader``. It is given those that it takes by name.
@@ -155,8 +158,7 @@ class NewLoaders:
             ValueError: it returned one that it had returned before.
         """
         loader = self._make_loader(**{k: v for k, v in settings.items() if self._takes(k)})
-        as_loader = getattr(loader, "_as_loader", None)  # of our torch.DataLoader
-        if as_loader is None and not isinstance(loader, Loader):
+        if not isinstance(loader, Loader) and not hasattr(loader, "_as_loader"):  # as torch's has
             raise TypeError(
                 "make_loader must return a minloader.Loader, or a minloader.torch.DataLoader, got "
                 f"{brief_repr(loader)}"
@@ -166,8 +168,7 @@ class NewLoaders:
                 "make_loader returned the same Loader again; it must make a new one each time"
             )
         self._made.add(loader)
-        plain: Loader = as_loader(**settings) if as_loader else loader
-        return plain
+        return loader
 
     def _takes(self, name: str) -> bool:
         try:
@@ -248,10 +249,8 @@ class Audit:
         if executor == "process" and most > 0:
             yield AuditRun(f"a worker killed, num_workers={most}", most, kill=half)
 
-    def _make(self) -> Loader:
-        loader = self._make_loader()
-        inspect(loader).change(in_order=True)
-        return loader
+    def _make(self, **arguments: Any) -> Loader:
+        return with_arguments(self._make_loader(), in_order=True, **arguments)
 
     def _take(self, loader: Loader, run: AuditRun) -> Iterator[tuple[tuple[int, int], Leaves]]:
         """Take all batches, and do meanwhile what the run asks for.
@@ -279,7 +278,8 @@ class Audit:
 
     def _compare(self, run: AuditRun) -> None:
         """Do a run, until a batch differs from the reference."""
-        with self._make() as loader:
+        # The batch of a worker that is killed must not fail.
+        with self._make(**{"retries": RETRIES} if run.kill >= 0 else {}) as loader:
             _start(loader, run)
             taken = self._take(loader, run)
             for (epoch, ordinal), expected in self._reference.items():
@@ -342,8 +342,6 @@ def _start(loader: Loader, run: AuditRun) -> None:
     loader.num_workers = run.workers
     loader.start()
     view = inspect(loader)
-    if run.kill >= 0:  # the batch of the killed worker must not fail
-        view.change(retries=view.options.retries + 1)
     # Each worker may make some of the batches only if all are there when the first is asked for.
     deadline = time.monotonic() + PATIENCE
     while not all(each.is_ready for each in view.workers) and time.monotonic() < deadline:

@@ -7,11 +7,12 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minloader._arguments import checked_int
 from minloader._diagnosis.audit import IrreproducibleError, NewLoaders, check_reproducible
 from minloader._diagnosis.findings import cause, pick, recommend
-from minloader._diagnosis.inspect import inspect
+from minloader._diagnosis.inspect import with_arguments
 from minloader._diagnosis.trials import HEAD, Row, Trial, run
 from minloader._loader import Loader
 from minloader._memory.limits import processors
@@ -101,9 +102,7 @@ def examine(
 
     def attempt(num_workers: int, factor: int, method: str = "") -> Trial:
         progress(f"num_workers={num_workers}, prefetch_factor={factor}{method and f', {method}'}")
-        with _made(make, num_workers, factor) as loader:
-            if method:
-                inspect(loader).start_by(method)
+        with _made(make, num_workers, factor, **{"mp_context": method} if method else {}) as loader:
             return run(loader, seconds, step)
 
     trials = [attempt(count, factors[0]) for count in counts]
@@ -131,12 +130,10 @@ def _usual_workers() -> list[int]:
     return [n for n in range(count) if n < 5 or n & (n - 1) == 0] + [count, count + 1]
 
 
-def _made(make_loader: NewLoaders, num_workers: int, prefetch_factor: int) -> Loader:
-    """Return a new loader with these settings."""
-    loader = make_loader(num_workers=num_workers, prefetch_factor=prefetch_factor)
-    inspect(loader).prefetch_factor = prefetch_factor
-    loader.num_workers = num_workers
-    return loader
+def _made(make: NewLoaders, num_workers: int, prefetch_factor: int, **others: Any) -> Loader:
+    """Return a new loader with these settings, and other arguments."""
+    settings = {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
+    return with_arguments(make(**settings), **settings, **others)
 
 
 def _audit(make: NewLoaders, counts: list[int], best: Row, *, epochs: int) -> tuple[bool, str]:

@@ -6,12 +6,9 @@ internals change, this is the one file to adapt.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from minloader._epochs.feed import is_of_drop_in
-from minloader._epochs.options import Options
 from minloader._loader import Loader
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.processes import ProcessPool
@@ -50,6 +47,28 @@ def inspect(loader: Any) -> Inspection:
     return Inspection(inner)
 
 
+def with_arguments(loader: Any, **arguments: Any) -> Loader:
+    """Return a Loader of the same batches with some other arguments, as if it was made with these.
+
+    Args:
+        loader: a :class:`minloader.Loader`, which is closed and itself made anew, or a
+            :class:`minloader.torch.DataLoader`. It has not been iterated.
+        arguments: those of a Loader, by name.
+    """
+    if not isinstance(loader, Loader):
+        names = {"mp_context": "multiprocessing_context"}  # as torch has it
+        made: Loader = loader._as_loader(**{names.get(n, n): arguments[n] for n in arguments})
+        return made
+    epoch = loader.epoch
+    given = loader._arguments[0] | {"num_workers": loader.num_workers} | arguments
+    loader.close()
+    del loader._end  # nor is it made yet
+    Loader.__init__(loader, **given)  # whatever arguments a class of the user's has
+    if epoch:
+        loader.set_epoch(epoch)
+    return loader
+
+
 class Inspection:
     """A view of one loader, in the process that made it. It keeps the loader alive.
 
@@ -65,21 +84,11 @@ class Inspection:
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._shared = loader._shared
         self._course = loader._course
-        self.counters = self._shared.counters
-        self.group = self._shared.group
+        self.counters = loader._shared.counters
+        self.group = loader._shared.group
         self.executor = self.group.factory.executor
         self.shards = self._course.shards
-
-    @property
-    def options(self) -> Options:
-        """The checked arguments that the epochs go by."""
-        return self._shared.options
-
-    def change(self, **options: Any) -> None:
-        """Have other checked arguments, for the epochs from now on."""
-        self._shared.options = replace(self.options, **options)
 
     @property
     def sampler_used_up(self) -> bool:
@@ -95,31 +104,10 @@ class Inspection:
         return isinstance(self._loader.dataset, Stream) or is_of_drop_in(self._loader.sampler)
 
     @property
-    def prefetch_factor(self) -> int:
-        """Tasks in flight for each worker. Setting it replaces all workers."""
-        return self.group.prefetch_factor
-
-    @prefetch_factor.setter
-    def prefetch_factor(self, prefetch_factor: int) -> None:
-        num_workers = self._loader.num_workers
-        self._loader.num_workers = 0
-        self.group.prefetch_factor = prefetch_factor
-        self._loader.num_workers = num_workers  # the pools that this makes read the factor
-
-    @property
     def start_method(self) -> str:
         """How worker processes are started; "" where there are none of ours."""
         is_ours = self.executor == "process"
         return self.group.factory.context.get_start_method() or "" if is_ours else ""
-
-    def start_by(self, method: str) -> None:
-        """Start workers in another way, before there are any."""
-        num_workers = self._loader.num_workers
-        self._loader.num_workers = 0
-        self.group.close()
-        self.group.factory.context = get_context(method)
-        self.group.factory.sent = None
-        self._loader.num_workers = num_workers
 
     # --- the pools and their workers
 

@@ -609,17 +609,17 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         added = {k: f for k, f in default_collate_fn_map.items() if f.__module__ != home}
         return conventions.ExtendedCollate(added) if added else collate
 
-    def _as_loader(self, **settings: int) -> Loader:
+    def _as_loader(self, **settings: Any) -> Loader:
         """Return a Loader of the same batches, for the doctor and the audit. Use it instead.
 
         Its seed is 0, and its order follows from the number of the epoch, so that runs can be
         compared.
 
         Args:
-            settings: attributes to set before: ``num_workers``, ``prefetch_factor``. Without any,
-                it has one worker at least.
+            settings: attributes to set before. Without ``num_workers`` among these it has one
+                worker at least.
         """
-        for name, value in (settings or {"num_workers": self.num_workers or 1}).items():
+        for name, value in ({"num_workers": self.num_workers or 1} | settings).items():
             setattr(self, name, value)
         if not self.num_workers:
             self.timeout = 0
