@@ -290,7 +290,7 @@ class Loader(Generic[B]):
         group = self._shared.group
         if num_workers != group.num_workers:
             group.tidy()
-            self._shared.counters.former = self.stats.without_events()
+            self._shared.counters.former = self._shared.stats.without_events()
             group.resize(num_workers)
             if self._course.shards is not None:
                 formats.warn_idle_workers(num_workers, self._course.shards)
@@ -298,9 +298,7 @@ class Loader(Generic[B]):
     @property
     def stats(self) -> Stats:
         """A copy of what was counted so far; see :class:`Stats`."""
-        from minloader._diagnosis.stats import gather  # a training that never asks has none of it
-
-        return gather(self._shared)
+        return self._shared.stats
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

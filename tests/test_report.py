@@ -24,10 +24,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from minloader import Loader
+from minloader._diagnosis.figures import Timeline
 from minloader._diagnosis.page import data as page_data
 from minloader._diagnosis.page import fragment, render
 from minloader._diagnosis.page import text as page_text
-from minloader._diagnosis.stats import Stats, Timeline
+from minloader._diagnosis.stats import Stats
 from minloader._diagnosis.verdict import format_seconds
 from minloader._epochs.counters import Event
 from tests.helpers import Squares
@@ -298,7 +299,7 @@ def test_page_says_what_the_stats_say():
     with Loader(Squares(30), num_workers=2, executor="thread") as loader:
         list(loader)
         stats = loader.stats
-    shown = page_data(stats)
+    shown = page_data(stats, stats.bottleneck, stats.verdict)
     assert shown["verdict"] == stats.verdict
     assert shown["subtitle"].startswith("30 batches in ")
     assert str(stats).split("\n")[2:] == ["  ".join(row).rstrip() for row in padded(shown["rows"])]
@@ -320,7 +321,7 @@ def padded(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
 def test_the_clock_counts_from_the_first_epoch():
     died = event("worker 0", "died", 12.0, 0.0, cause="SIGKILL")
     stats = Stats(timeline=Timeline(events=(died,), began=10.5))
-    assert page_data(stats)["events"] == [died._replace(start=1.5)]
+    assert page_data(stats, stats.bottleneck, stats.verdict)["events"] == [died._replace(start=1.5)]
 
 
 # --- in a browser

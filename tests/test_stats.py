@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 
 from minloader import SKIP, Loader, concurrent
+from minloader._diagnosis.figures import Jump, Timeline
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.page import table
-from minloader._diagnosis.stats import Jump, Stats, Timeline, WorkerMemory
+from minloader._diagnosis.stats import Stats, WorkerMemory
 from minloader._epochs.counters import Event, Look
 from minloader._worker import lifetimes, processor_time
 from tests.conftest import WAYS, eventually, variants
@@ -149,6 +150,8 @@ def test_what_is_counted_and_how_it_is_shown(make):
     assert all(type(value) in (int, float) for value in figures.values())
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in figures)
     assert (figures["batches"], figures["errors_failed"]) == (14, 0)
+    assert figures["bytes_per_second"] == pytest.approx(stats.bytes / stats.seconds)
+    assert (stats.bytes_per_second > 0) == ("process" in make.name)
     for name in ("busy", "median", "p95"):
         (value, *_) = getattr(stats, name).values()
         assert value in [figures[each] for each in figures if each.startswith(f"{name}_")]

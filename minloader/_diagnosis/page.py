@@ -13,7 +13,7 @@ import statistics
 from importlib import resources
 from typing import Any
 
-from minloader._diagnosis.stats import Stats
+from minloader._diagnosis.figures import PlainStats
 from minloader._diagnosis.verdict import format_seconds, share
 from minloader._formats import format_bytes
 
@@ -53,8 +53,13 @@ def render(data: dict[str, Any]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], file.read_text(encoding="utf-8"))
 
 
-def data(stats: Stats) -> dict[str, Any]:
+def data(stats: PlainStats, bottleneck: str, verdict: str) -> dict[str, Any]:
     """Return what the page shows, for JSON.
+
+    Args:
+        stats: the figures.
+        bottleneck: of :class:`minloader.Stats`.
+        verdict: likewise.
 
     Returns:
         "subtitle" and "verdict" are sentences. "bottleneck" is the kind of span that the verdict
@@ -87,15 +92,15 @@ def data(stats: Stats) -> dict[str, Any]:
             f"{stats.batches:,} batches in {format_seconds(stats.seconds)}, the first after "
             f"{format_seconds(times.startup)}"
         ),
-        "verdict": stats.verdict,
-        "bottleneck": stats.bottleneck,
+        "verdict": verdict,
+        "bottleneck": bottleneck,
         "bars": [consumer, sampler, made_by],
         "rows": table(stats),
         "events": [each._replace(start=each.start - began) for each in stats.events],
     }
 
 
-def table(stats: Stats) -> list[Row]:
+def table(stats: PlainStats) -> list[Row]:
     """Return the figures: name, value, remark of each."""
     return [
         *_loop_rows(stats),
@@ -106,7 +111,7 @@ def table(stats: Stats) -> list[Row]:
     ]
 
 
-def _loop_rows(stats: Stats) -> list[Row]:
+def _loop_rows(stats: PlainStats) -> list[Row]:
     """Return the rows about the consumer's loop."""
     times = stats.time
     start = stats.starting
@@ -115,7 +120,7 @@ def _loop_rows(stats: Stats) -> list[Row]:
     speed = f"{rate:,.{0 if rate >= 100 else 1}f}/s"
     each = max(stats.batches, 1)
     if stats.bytes:
-        speed += f", {format_bytes(stats.bytes)}, {format_bytes(rate * stats.bytes / each)}/s"
+        speed += f", {format_bytes(stats.bytes)}, {format_bytes(stats.bytes_per_second)}/s"
     waited = share(times.wait - start, running)
     if start:
         waited += f", without the {format_seconds(start)} until workers were ready"
@@ -129,7 +134,7 @@ def _loop_rows(stats: Stats) -> list[Row]:
     ]
 
 
-def _stage_rows(stats: Stats) -> list[Row]:
+def _stage_rows(stats: PlainStats) -> list[Row]:
     """Return the rows about what the workers did in their time."""
     times = stats.time
     workers = stats.workers
@@ -154,7 +159,7 @@ def _stage_rows(stats: Stats) -> list[Row]:
     return rows
 
 
-def _memory_rows(stats: Stats) -> list[Row]:
+def _memory_rows(stats: PlainStats) -> list[Row]:
     """Return the rows about the memory that workers have for themselves."""
     memory = stats.memory
     rows = []
@@ -171,7 +176,7 @@ def _memory_rows(stats: Stats) -> list[Row]:
     return rows
 
 
-def _worker_rows(stats: Stats) -> list[Row]:
+def _worker_rows(stats: PlainStats) -> list[Row]:
     """Return the rows about what is so now: workers, tasks, shared memory."""
     workers = stats.workers
     memory = stats.memory
@@ -188,7 +193,7 @@ def _worker_rows(stats: Stats) -> list[Row]:
     ]
 
 
-def _error_rows(stats: Stats) -> list[Row]:
+def _error_rows(stats: PlainStats) -> list[Row]:
     """Return the rows about what went wrong, where something did."""
     errors = stats.errors
     rows = [

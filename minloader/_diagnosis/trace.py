@@ -8,7 +8,7 @@ import logging
 import os
 from typing import Any
 
-from minloader._diagnosis.stats import split_task
+from minloader._diagnosis.figures import split_task
 from minloader._epochs.counters import Event
 from minloader._formats import brief_repr
 

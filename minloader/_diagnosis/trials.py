@@ -143,12 +143,12 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
     window = max(stats.seconds, 1e-9)
     row = Row(
         num_workers=workers,
-        prefetch_factor=view.prefetch_factor,
+        prefetch_factor=view.group.prefetch_factor,
         start_method=view.start_method if workers else "",
         batches=stats.batches,
         rate=stats.batches / window,
         is_steady=is_steady(looks),
-        byte_rate=stats.bytes / window,
+        byte_rate=stats.bytes_per_second,
         wait=stats.time.wait / window,
         busy=sum(stats.busy.values()) / workers if workers else None,
         memory=sum(stats.memory.workers.values()),

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 
-from minloader._diagnosis.stats import Stats
+from minloader._diagnosis.figures import PlainStats
 from minloader._formats import counted
 from minloader._memory.limits import processors
 
@@ -31,7 +31,7 @@ LITTLE_TIME = 200e-6
 """Seconds of the loop a batch below which larger batches are the advice."""
 
 
-def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
+def judge(stats: PlainStats, *, more: bool = True) -> tuple[str, str]:
     """Return the bottleneck, and the verdict in one sentence.
 
     The bottleneck is the name of what takes the time on the timeline: "own" for the consumer's
@@ -85,7 +85,7 @@ def judge(stats: Stats, *, more: bool = True) -> tuple[str, str]:
     return "", f"the consumer {waited}, but {idle}: {_keep_busy(stats, total, wait)}"
 
 
-def _speed_up(stats: Stats, stage: str, total: float, more: bool) -> str:
+def _speed_up(stats: PlainStats, stage: str, total: float, more: bool) -> str:
     """Return the advice where the workers are the limit, most of all in one stage."""
     workers = stats.workers
     cpus = processors()
@@ -125,7 +125,7 @@ def _speed_up(stats: Stats, stage: str, total: float, more: bool) -> str:
     return f"make it cheaper: {there_are}{waits}{_others(cpus)}"
 
 
-def _keep_busy(stats: Stats, total: float, wait: float) -> str:
+def _keep_busy(stats: PlainStats, total: float, wait: float) -> str:
     """Return the advice where the consumer waits though the workers are idle.
 
     Args:
@@ -163,7 +163,7 @@ def _keep_busy(stats: Stats, total: float, wait: float) -> str:
     return "more tasks under way would help (prefetch_factor)"
 
 
-def _held_up(stats: Stats) -> str:
+def _held_up(stats: PlainStats) -> str:
     """Return the advice where workers wait for a processor."""
     cpus = processors()
     too_many = stats.workers.count > cpus

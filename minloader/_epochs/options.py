@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from minloader._epochs.counters import Counters
 from minloader._errors import BatchError
 from minloader._pools.group import PoolGroup
 from minloader._worker.messages import Job
+
+if TYPE_CHECKING:
+    from minloader._diagnosis.stats import Stats
 
 OnError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
@@ -68,6 +71,13 @@ class Shared:
     def job(self) -> Job:
         """What batches are made of."""
         return self.group.factory.job
+
+    @property
+    def stats(self) -> Stats:
+        """A copy of what was counted so far."""
+        from minloader._diagnosis.stats import gather  # a training that never asks has none of it
+
+        return gather(self)
 
     def check_open(self) -> None:
         """Raise an error if the loader is closed."""
