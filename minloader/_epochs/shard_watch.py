@@ -37,7 +37,7 @@ class ShardWatch:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
         shard = lane.feed.shard
         leaves: dict[str, Any] = {}
-        from minloader._diagnosis.leaves import first_leaves  # only streams of several shards do
+        from minloader._sampling.leaves import first_leaves  # only streams of several shards do
 
         try:
             leaves = first_leaves(batch)
