@@ -488,16 +488,47 @@ def test_loky_in_workers_and_workers_in_loky(kind):
     assert lines == ["[1, 2]", "(0, 0, 1, 3) []", *["[0, 0, 1, 3]"] * len(methods)], done.stderr
 
 
+def rays_executor() -> str:
+    """The one that the docs show."""
+    page = Path(__file__).parents[1] / "docs" / "clusters.md"
+    executor = re.search(r"^from concurrent.*?(?=^class Noise)", page.read_text(), re.S | re.M)
+    assert executor
+    return executor.group()
+
+
+LIKE_RAY = """
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+
+def remote(**options):
+    assert options == {"num_cpus": 1, "max_retries": 0}
+    return lambda call: SimpleNamespace(remote=lambda *args: Reference(pool.submit(call, *args)))
+
+class Reference:
+    def __init__(self, task):
+        self.future = lambda: task
+
+pool = ProcessPoolExecutor(2)
+"""
+
+
+def test_the_executor_for_ray_asks_for_little_of_it(tmp_path):
+    (tmp_path / "ray.py").write_text(LIKE_RAY)
+    used = "if __name__ == '__main__':\n    check(RayExecutor())\n    ray.pool.shutdown()\n"
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + rays_executor() + used)
+    done = python("-W", "ignore:.*fork:DeprecationWarning", program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "mapped\n" in done.stdout
+
+
 @pytest.mark.slow
 def test_ray(tmp_path, for_ray):
     """By the executor that the docs show, also when a process of Ray's dies."""
     if importlib.util.find_spec("ray") is None:
         lacking("ray")
-    page = Path(__file__).parents[1] / "docs" / "clusters.md"
-    executor = re.search(r"^from concurrent.*?(?=^class Noise)", page.read_text(), re.S | re.M)
-    assert executor
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM + executor.group() + RAY)
+    program.write_text(PROGRAM + rays_executor() + RAY)
     done = python(program, tmp_path / "dead", env=for_ray)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mapped\n" in done.stdout  # Ray tells there of the process that died
