@@ -418,14 +418,14 @@ class Guarded:
 
         forbidden = list(items)
         (pool,) = inspect(loader).group.pools
-        pack = type(pool).pack.__get__(pool)
+        submit = type(pool).submit.__get__(pool)
 
-        def checked(task: Any) -> Any:
+        def checked(task: Any, bell: Any) -> Any:
             for item in task.items:
                 assert getattr(item, "item", item) not in forbidden, f"{item} is loaded again"
-            return pack(task)
+            return submit(task, bell)
 
-        pool.pack = checked
+        pool.submit = checked
 
 
 def stats_of(**figures: Any) -> Any:

@@ -27,6 +27,7 @@ from minloader import SKIP, BatchError, Loader
 from minloader._diagnosis.inspect import inspect
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.lane import CHUNK_BYTES, MAX_CHUNK
+from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.messages import TaskMessage
 from minloader._worker.run import CHUNK_SECONDS
 
@@ -62,13 +63,13 @@ def chunks(make, monkeypatch):
 def record(loader: Loader, sent: list[tuple[int, int]]) -> None:
     """Writes down what is sent to workers, or would have been."""
     (pool,) = inspect(loader).group.pools
-    pack = pool.pack
+    submit = pool.submit
 
-    def recording(task: TaskMessage) -> TaskMessage:
+    def recording(task: TaskMessage, bell: Bell) -> Ticket:
         sent.append((task.ordinal, len(task.items)))
-        return pack(task)
+        return submit(task, bell)
 
-    pool.pack = recording  # type: ignore[method-assign]
+    pool.submit = recording  # type: ignore[method-assign]
 
 
 def epoch_of(loader: Loader, size: int = CHUNK) -> Any:

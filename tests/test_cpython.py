@@ -12,6 +12,7 @@ import inspect
 import multiprocessing.forkserver
 import multiprocessing.spawn
 import os
+import select
 import signal
 import sys
 import textwrap
@@ -191,7 +192,9 @@ def work(item):
     trouble.note({calls!r}, item)
 loader = Loader(work, range(20), num_workers=1, prefetch_factor=8)
 batches = iter(loader)
-assert eventually(lambda: any(len(each.unfinished) == 8 for each in inspect(loader).executors))
+def unfinished():
+    return [len(each.under_way.unfinished) for each in inspect(loader).executors]
+assert eventually(lambda: 8 in unfinished())
 threading.Timer(0.1, lambda: open({go!r}, "w").close()).start()
 """
     counts = []
@@ -587,7 +590,9 @@ def test_9_a_worker_that_starts_meanwhile_is_waited_for():
         thread.processes[1] = SimpleNamespace(sentinel=ends[0])
         for count in (1, 2):
             os.write(pipes[0][1], b"x")
-            assert cpython._ManagerThread.wait_for(thread, [message]) == {message}
+            assert thread.watched != len(thread.processes)
+            cpython._ManagerThread.watch_also(thread, [message])
+            assert thread.watch.poll() == [(message, select.POLLIN)]
             assert thread.watched == count
     finally:
         for file in sum(pipes, ()):

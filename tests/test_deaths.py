@@ -911,7 +911,7 @@ def test_a_worker_whose_reply_comes_when_it_is_looked_at_is_not_killed(monkeypat
 
     def look(executor: Any, worker: Any) -> str:
         is_looked_at.set()
-        assert eventually(lambda: not executor.unfinished)
+        assert eventually(lambda: not executor.under_way.unfinished)
         return stack(executor, worker)
 
     def read_late(thread: Any) -> Any:

@@ -150,7 +150,7 @@ def test_who_ends_since_another_died_is_not_to_blame(tmp_path):
 
 def test_the_thread_does_not_keep_a_pool_that_is_let_go_of():
     pool = served.ServedPool(infos=[])
-    pool._begin()
+    pool.prepare()
     thread = pool._thread
     assert thread is not None
     gone = weakref.ref(pool)

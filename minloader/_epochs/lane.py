@@ -196,7 +196,7 @@ class Lane:
             suspects=None if task.suspects is None else pack(task.suspects, down=True),
         )
         task.ticket = self.pool.submit(message, self._bell)  # what goes wrong comes in its turn
-        if not self.pool.num_workers:
+        if self.pool.is_inline:
             try:
                 self._call(self.pool.wait, task.ticket, self._bell)  # which makes the batch
             except BaseException:
@@ -409,7 +409,6 @@ class Lane:
         shared.chunk = int(min(most_by_time, most_by_size, MAX_CHUNK))
         self._chunk = min(self._chunk, max(1, least, shared.chunk))
         counters.chunk_size = self._chunk
-        self.pool.forgive_failed_starts()
         if figures.overflowed and slots is not None:
             logger.warning(
                 "no room in shared memory for a batch: it comes through a pipe, which is slower; "
@@ -431,7 +430,7 @@ class Lane:
 
     def grow(self) -> None:
         """Have tasks hold more batches: the consumer waits, and larger tasks are quicker."""
-        if self.pool.num_workers:
+        if not self.pool.is_inline:
             self._chunk = min(2 * self._chunk, self._max_chunk)
 
     # --- what was lost

@@ -30,7 +30,7 @@ from minloader._memory import forks
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.slots import Slots
 from minloader._pools.group import PoolFactory
-from minloader._pools.served import ServedPool, follow
+from minloader._pools.served import ServedPool, UnderWay
 from minloader._pools.ticket import Ticket
 from minloader._worker.messages import Reply, TaskMessage, WorkerInfo
 
@@ -111,49 +111,48 @@ class ForeignPool(ServedPool):
         assert not isinstance(job, ForkedJob)
         self._reference = JobReference(
             mark=secrets.token_hex(8) if job is None else job.mark,
-            num_workers=self.num_workers,
+            num_workers=len(self.infos),
             seed=self.infos[0].seed,
             versions=versions(),
             address=None if job is None else job.address,
             may_be_remote=self.factory.sender is not None,
         )
         self._job = keep_here(self._reference.mark, self.factory.job)
-        self._unfinished: dict[int, Ticket] = {}
+        self._under_way = UnderWay(is_buried=False)
         self._options: dict[str, Any] = {}
         if _is_of(self.factory.executor, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
-    def _begin(self) -> None:
+    def prepare(self) -> None:
         owner = self.factory.owner
         if os.getpid() != owner:  # in a fork nothing would ever run
             raise RuntimeError(
                 f"executor belongs to process {owner}, of which this one is a fork; make the "
                 "Loader and its executor here"
             )
-        super()._begin()
+        super().prepare()
+        self.executor = self.factory.executor
 
     def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
         if self.closed:
             raise RuntimeError("the pool is closed")
-        reference = self._reference._replace(num_workers=self.num_workers)
+        reference = self._reference._replace(num_workers=len(self.infos))
         sender = self.factory.sender
         job, options = ([], {}) if sender is None else sender.attach()
-        task = task._replace(slot=ticket.borrow(self.slots))
         # Of a reply, or of JobMissing.
         sent: Future[Any] = self.factory.executor.submit(
             run_task, reference, task, *job, **self._options | options
         )
         if sender is not None:
             sent.add_done_callback(sender.look)  # before whoever sends the task again
-        follow(sent, ticket, task.id, self._unfinished, None)
+        self._under_way.follow(sent, ticket, task.id)
 
     def end_all(self) -> None:
-        while self._unfinished:
-            with suppress(KeyError):  # it was done just now
-                ticket = self._unfinished.popitem()[1]
-                ticket.cancel()
-                ticket.fail(CancelledError())
+        self._under_way.lose_all(CancelledError())
+        for ticket, error in self._under_way.lost.values():
+            ticket.cancel()
+            ticket.fail(error)
 
     def is_death(self, error: BaseException) -> bool:
         # Dask runs a task again by itself, until it has seen too many workers die with it.

@@ -53,6 +53,7 @@ class Slot(SharedFile):
     """One slot, in the parent. Its owner is :class:`Slots`.
 
     Attributes:
+        place: its path, which stays the same: a fork has no slots.
         size: bytes that the file has, as far as the parent knows.
         limit: bytes that it may have when the task that it was lent to is done.
         mapping: of the file; None if it was not mapped at this size.
@@ -61,6 +62,10 @@ class Slot(SharedFile):
     size = 0
     limit = 0
     mapping: SharedMapping | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = self.path
 
 
 class Slots:
@@ -71,6 +76,10 @@ class Slots:
             memory that is free.
         max_in_flight: most tasks that will be under way at once.
         share: of how many pools like this the memory and the descriptors are for.
+
+    Attributes:
+        max_in_flight: most tasks that will be under way at once.
+        budget: most bytes to hold in slots.
     """
 
     def __init__(self, budget: int | None, max_in_flight: int, share: int = 1) -> None:
@@ -79,7 +88,6 @@ class Slots:
         self.max_in_flight = max_in_flight
         self._whole_budget = free_memory() // 2 if budget is None else budget
         self._all_files = most_files() // 4
-        self._share = share
         self._all: set[Slot] = set()
         self._free: list[Slot] = []  # the last one freed is the first one lent: its pages are warm
         self._leased: set[Slot] = set()
@@ -89,22 +97,16 @@ class Slots:
         self._open = 0  # slots that have their file
         self._closed = 0  # files closed so far
         self._ended = False
+        self.divide(share)
         all_slots.add(self)
         forks.told.add(self)
-
-    @property
-    def budget(self) -> int:
-        """Most bytes to hold in slots."""
-        return self._whole_budget // self._share
-
-    @property
-    def _most_open(self) -> int:
-        return self._all_files // self._share
 
     def divide(self, share: int) -> None:
         """Have the memory and the descriptors be for another number of pools."""
         with self._lock:
             self._share = share
+            self.budget = self._whole_budget // share
+            self._most_open = self._all_files // share
             while self._free and self._committed > self.budget:
                 self._give_back(self._free.pop(0))
 
@@ -142,10 +144,6 @@ class Slots:
             "batches sooner, or raise shared_memory"
         )
 
-    @property
-    def _left(self) -> int:
-        return max(0, self.budget - self._committed)
-
     def lend(self) -> Slot | None:
         """Return a slot for a task; None where there can be no more, so that batches are piped."""
         with self._lock:
@@ -154,14 +152,15 @@ class Slots:
             wanted = self._usual + self._usual // SPARE
             size = self._free[-1].size if self._free else 0
             # Where memory is short, slots that are too small must not take what others need.
-            while len(self._free) > 1 and size + self._left < wanted:
+            while len(self._free) > 1 and size + self.budget - self._committed < wanted:
                 self._give_back(self._free.pop(0))
-            if size + self._left < wanted:
+            left = max(0, self.budget - self._committed)
+            if size + left < wanted:
                 self._usual -= self._usual // 8  # one large batch does not keep slots from others
                 return None
             if self._free:
                 slot = self._free.pop()
-            elif self._open >= self._most_open or not self._left:
+            elif self._open >= self._most_open or not left:
                 return None
             else:
                 try:
@@ -172,7 +171,6 @@ class Slots:
                 self._open += 1
             # What it may grow to: what a batch was seen to need, or a share of what is left, such
             # that together they stay within the budget whatever each of them does.
-            left = self._left
             wanted = self._largest + self._largest // SPARE
             lent = len(self._all) - len(self._free) - len(self._leased)  # this one among them
             growth = max(wanted - slot.size, left // max(2, self.max_in_flight + 3 - lent))
@@ -184,7 +182,7 @@ class Slots:
         """Return where a worker finds a slot that was lent to it."""
         if slot is None:
             return SlotAddress("", "", 0, 0, self._closed)
-        return SlotAddress(slot.path, slot.mark, slot.size, slot.limit, self._closed)
+        return SlotAddress(slot.place, slot.mark, slot.size, slot.limit, self._closed)
 
     def settle(self, slot: Slot, size: int | None, needed: int) -> None:
         """Record the size that the worker made the slot, and the size that it needed."""
@@ -222,22 +220,18 @@ class Slots:
             # A consumer that keeps many batches may have their memory, but not so many descriptors.
             if retire or 2 * self._open > self._most_open or self._ended:
                 self._retire(slot)
-            on_finalize(memory, self._end_lease, slot)
+            on_finalize(memory, self.free, slot)
             return memory
 
-    def _end_lease(self, slot: Slot) -> None:
-        with self._lock:
-            self._leased.discard(slot)
-            self.free(slot)
-
     def free(self, slot: Slot, *, retire: bool = False) -> None:
-        """Take back a settled slot whose memory nothing uses.
+        """Take back a settled or leased slot whose memory nothing uses.
 
         Args:
             slot: the slot.
             retire: never lend it again: somebody may still write to it. It need not be settled.
         """
         with self._lock:
+            self._leased.discard(slot)
             if not (retire or self._ended or slot.fd < 0):
                 self._free.append(slot)
                 while len(self._free) > self.max_in_flight + 1:

@@ -36,8 +36,8 @@ they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl
 class Pool:
     """Runs tasks somewhere. This is the protocol of all pools, in three parts:
 
-    * a task goes down by :meth:`submit`, made fit by :meth:`hold` and :meth:`pack`, and comes back
-      in its ticket, with a reply or an error;
+    * a task goes down by :meth:`submit`, of items that :meth:`hold` keeps, and comes back in its
+      ticket, with a reply or an error;
     * of an error the epoch asks what was lost: with ``replaces``, others make it again; ``Unready``
       says that nobody has begun with it; and :meth:`is_death`, that whoever did is dead;
     * :func:`close_pools` ends it, in two halves, :meth:`leave` and :meth:`end`, so that several
@@ -45,12 +45,13 @@ class Pool:
 
     A kind of pool overrides ``submit`` and ``wait``, or is a ``ServedPool`` (``served.py``), which
     leaves ``hand_over`` and ``end_all`` to it. All else does nothing unless a kind has something
-    to do. What makes pools of a kind is a ``PoolFactory`` (``group.py``).
+    to do. What makes pools of a kind is a ``PoolGroup`` (``group.py``).
 
     Attributes:
         infos: what each worker is told about where it runs, by its index in the pool; new ones are
             for :meth:`replace_workers` to bring in.
         slots: shared memory for the batches; None where they need or want none.
+        is_inline: whether :meth:`wait` makes the batches.
         replaces: whether lost workers are replaced, so that lost tasks can be sent again.
         task_ids: gives the next task its id.
         replaced: how many workers were replaced so far.
@@ -58,16 +59,12 @@ class Pool:
 
     infos: list[WorkerInfo]
     slots: Slots | None = None
+    is_inline: ClassVar[bool] = False
     replaces: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.task_ids = itertools.count(1)
         self.replaced = 0
-
-    @property
-    def num_workers(self) -> int:
-        """How many tasks can run at once; 0 if submitting runs the task."""
-        return len(self.infos)
 
     def hold(self, item: Any) -> Any:
         """Keep an item as it is now; the sampler may change it when it is asked for the next."""
@@ -100,9 +97,9 @@ class Pool:
         """Start all workers now rather than with their first task. Does not wait for them."""
 
     def forgive_failed_starts(self) -> None:
-        """Try again to start workers, however often that has failed.
+        """Try again to start workers, however often that has failed: an epoch begins.
 
-        The machine may have recovered: an epoch begins, or a batch was made.
+        The machine may have recovered.
         """
 
     def is_death(self, error: BaseException) -> bool:
@@ -211,19 +208,6 @@ class HeldItem:
         return self._packed or pack(self._kept, down=True)
 
 
-class RemotePool(Pool):
-    """A pool whose tasks leave this process, or may do so later: items are pickled."""
-
-    def hold(self, item: Any) -> Any:
-        if type(item) in UNCHANGEABLE or type(item) is HeldItem:
-            return item
-        return HeldItem(item)
-
-    def pack(self, task: TaskMessage) -> TaskMessage:
-        items = [each.pack() if type(each) is HeldItem else each for each in task.items]
-        return task._replace(items=items)
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class InlinePool(Pool):
     """Makes each batch in the calling process, when it is submitted.
@@ -233,11 +217,8 @@ class InlinePool(Pool):
     """
 
     job: Job
+    is_inline: ClassVar[bool] = True
     _worker: Worker | None = None
-
-    @property
-    def num_workers(self) -> int:
-        return 0
 
     def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
         return Ticket(bell, task)

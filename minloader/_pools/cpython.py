@@ -47,6 +47,7 @@ from concurrent.futures.process import _ExecutorManagerThread, _threads_wakeups
 from contextlib import contextmanager, suppress
 from importlib._bootstrap import _module_locks  # type: ignore[attr-defined]
 from multiprocessing.process import BaseProcess
+from operator import attrgetter
 from types import TracebackType
 from typing import Any, cast
 
@@ -514,7 +515,13 @@ class _ManagerThread(_ExecutorManagerThread):
     def wait_result_broken_or_wakeup(self) -> Any:
         both: list[Any] = [self.result_queue, self.thread_wakeup]
         results, wakeup = files = [each._reader.fileno() for each in both]
-        ready = self.wait_for(files) if hasattr(select, "poll") else set()
+        try:
+            # A worker that starts meanwhile is seen with the next message, which its start sends.
+            if len(self.processes) != self.watched and hasattr(select, "poll"):
+                self.watch_also(files)
+            ready = {file for file, _ in self.watch.poll()} if self.watch is not None else set()
+        except OSError:  # no descriptors
+            ready = set()
         if not ready or not ready <= {*files}:
             return super().wait_result_broken_or_wakeup()  # a worker may have ended
         if wakeup in ready:
@@ -526,19 +533,13 @@ class _ManagerThread(_ExecutorManagerThread):
         except BaseException as error:
             return None, True, traceback.format_exception(error)
 
-    def wait_for(self, files: list[int]) -> set[int]:
-        """Wait for files or the end of a worker; return those that are ready, if that is known."""
-        try:
-            # A worker that starts meanwhile is seen with the next message, which its start sends.
-            if len(self.processes) != self.watched:
-                workers = list(self.processes.values())  # once: it grows meanwhile
-                self.watch = select.poll()
-                for file in [*files, *(worker.sentinel for worker in workers)]:
-                    self.watch.register(file, select.POLLIN)
-                self.watched = len(workers)
-            return {file for file, _ in self.watch.poll()}
-        except OSError:  # no descriptors
-            return set()
+    def watch_also(self, files: list[int]) -> None:
+        """Have the next waits be for files, and for the end of any worker that there is now."""
+        workers = list(self.processes.values())  # once: it grows meanwhile
+        self.watch = select.poll()
+        for file in [*files, *(worker.sentinel for worker in workers)]:
+            self.watch.register(file, select.POLLIN)
+        self.watched = len(workers)
 
     def terminate_broken(self, cause: Any) -> None:
         executor = self.executor_reference()
@@ -587,7 +588,9 @@ class Executor(ProcessPoolExecutor):
     _executor_manager_thread: Any
     _executor_manager_thread_wakeup: Any
     _max_workers: int
+    _pending_work_items: Any
     _processes: Any
+    _queue_count: int
     _result_queue: Any
 
     def __init__(self, num_workers: int, context: Any) -> None:
@@ -602,16 +605,6 @@ class Executor(ProcessPoolExecutor):
         self.manager: threading.Thread | None = None
         self._noticed = 0  # workers for whose end the manager thread waits, or soon will
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Submit a call as the base class does.
-
-        Raises:
-            BrokenProcessPool: the executor is broken; the call is not, and never was, under way.
-        """
-        future = super().submit(fn, *args, **kwargs)
-        future.__class__ = _TolerantFuture
-        return future
-
     def mark_broken(self, reason: str) -> None:
         """Take no more calls. Called while no worker is being started."""
         self._broken = reason
@@ -621,13 +614,11 @@ class Executor(ProcessPoolExecutor):
         """Whether the next :meth:`submit` may start workers."""
         return len(self._processes or ()) < self._max_workers
 
-    @property
-    def broken(self) -> bool:
-        """Whether the manager thread has found a worker dead.
+    broken = property(attrgetter("_broken"))
+    """Why it is broken: the manager thread has found a worker dead; else False.
 
-        No public name tells before the next ``submit()``. Versions: all.
-        """
-        return bool(self._broken)
+    No public name tells before the next ``submit()``. Versions: all.
+    """
 
     @property
     def has_replies(self) -> bool:
@@ -660,6 +651,10 @@ class Executor(ProcessPoolExecutor):
             raise
         self.manager = self._executor_manager_thread
         self.manager.__class__ = _ManagerThread  # piece 9; it may wait once as CPython does
+        if sys.version_info < (3, 12):
+            task = self._pending_work_items.get(self._queue_count - 1)
+            if task is not None:  # else it is done already
+                task.future.__class__ = _TolerantFuture  # piece 5
         if len(self._processes) != self._noticed:
             self._noticed = len(self._processes)
             self._executor_manager_thread_wakeup.wakeup()

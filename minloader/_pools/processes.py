@@ -2,7 +2,7 @@
 
 A pool has a list of executors, the last of which takes tasks. The states of one, and who moves it::
 
-     _current()              replace_workers(): they grew too large, or have other settings
+     _newest()               replace_workers(): they grew too large, or have other settings
     -----------> [ current ] -------------------------------> [ leaving ]
                      |                                          |     | all its tasks are done
                      | a worker died: the manager thread sees   |     |
@@ -10,7 +10,7 @@ A pool has a list of executors, the last of which takes tasks. The states of one
                      v                                          |     |
                  [ broken ] <-----------------------------------+     |
                      |                                                v
-                     +---------------- end_over() ----------------> [ ended ]
+                     +------------------ look() ------------------> [ ended ]
 
 All but the manager thread's own move happens in the thread of the pool, see ``served.py``.
 
@@ -59,7 +59,7 @@ from minloader._pools.base import GRACE, close_pools
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.log_reader import LogReader
-from minloader._pools.served import ServedPool, follow
+from minloader._pools.served import ServedPool, UnderWay
 from minloader._pools.ticket import Bell, Death, Ticket
 from minloader._protocols import snapshot
 from minloader._worker.heartbeat import READY, Heartbeats
@@ -282,8 +282,7 @@ class _Executor(Executor):
         heartbeats: what the workers are doing.
         oom_kills: how many processes the kernel had killed before, for want of memory.
         leaving: whether it takes no more tasks.
-        unfinished: tickets of tasks under way, by the task's id.
-        lost: the same of those that were under way when it broke, with the error.
+        under_way: its tasks.
     """
 
     def __init__(
@@ -305,8 +304,7 @@ class _Executor(Executor):
         self.heartbeats = heartbeats
         self._logs = logs
         self.leaving = False
-        self.unfinished: dict[int, Ticket] = {}
-        self.lost: dict[int, tuple[Ticket, BaseException]] = {}
+        self.under_way = UnderWay()
         self._wake = wake
 
     @property
@@ -319,10 +317,9 @@ class _Executor(Executor):
         return bool(self.heartbeats.last(index).task)
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing more will come of it."""
-        is_done = self.leaving and self.manager is not None and not self.manager.is_alive()
-        return is_done or self.broken
+    def has_left(self) -> bool:
+        """Whether all its tasks are done, and it takes no more."""
+        return self.leaving and self.manager is not None and not self.manager.is_alive()
 
     def leave(self, *, drop: bool) -> None:
         """Take no more tasks; ``drop`` those that no worker has begun with."""
@@ -349,9 +346,7 @@ class _Executor(Executor):
         if self.manager is None:  # it could not start
             for worker in self.workers:
                 worker.join(GRACE)
-        for number, ticket in snapshot(self.unfinished.items()):
-            if self.unfinished.pop(number, None) is not None:  # it is not done just now
-                self.lost[number] = ticket, BrokenProcessPool("the workers have ended")
+        self.under_way.lose_all(BrokenProcessPool("the workers have ended"))
 
     def clean_up(self) -> None:
         """Remove what the workers may have left; the last thing, when they have ended."""
@@ -393,7 +388,7 @@ class _Executor(Executor):
         # the dead did not finish: then it waits for the rest for ever.
         # Nor does it where the dead left a fork behind that detached itself.
         dead = self._reveal_deaths()
-        if not dead or (self.leaving and not self.unfinished):
+        if not dead or (self.leaving and not self.under_way.unfinished):
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = time.monotonic()
@@ -402,8 +397,8 @@ class _Executor(Executor):
             self.break_up("a worker died while it sent a reply")
 
     def _kill_late(self, timeout: float) -> None:
-        """Kill workers that are at something for too long, or at nothing while tasks wait."""
-        unfinished = set(snapshot(self.unfinished))
+        """Kill workers that are at something for too long, or all at nothing while tasks wait."""
+        unfinished = set(snapshot(self.under_way.unfinished))
         beats = [self.heartbeats.last(n) for n in range(len(self.workers))]
         signs = unfinished, beats
         # While there are replies, it is this process that has not come to them.
@@ -411,27 +406,26 @@ class _Executor(Executor):
             self._signs = signs
             self._still_since = self._stopwatch.last
         making = unfinished.intersection([beat.task for beat in beats if beat.began < math.inf])
-        waiting = unfinished - making
-        if len(waiting) <= len(making):
-            waiting = set()  # a worker that reads ahead has the next task, too
         for n, worker in enumerate(self.workers):
             beat = beats[n]
             tasks, began, limit, fault = {beat.task}, beat.began, timeout, TOO_LONG
             if not beat.task:
                 tasks, began, fault = unfinished, worker.began, STARTS
                 limit = max(timeout, LONGEST_START)
-            elif beat.task not in making:
-                # It may be stopped, or a thread of it hold the interpreter, when it is to send a
+            elif not making and not any([each.fault for each in self.workers]):
+                # One may be stopped, or a thread of it hold the interpreter, when it is to send a
                 # reply, or take the next task. If it is its turn, the others wait for it. One is
                 # killed: all are replaced then.
-                tasks = set() if any([each.fault for each in self.workers]) else waiting
-                began, fault = self._still_since, STOOD_STILL
+                tasks, began, fault = unfinished, self._still_since, STOOD_STILL
+            elif beat.task not in making:
+                continue
             is_late = bool(tasks) and self._stopwatch.since(began) > limit
             if not is_late or worker.fault or worker.has_ended():  # by itself
                 continue
             stack = self._stack(worker)
             # Else it has gone on, but for a sample of the same batch, or the replies have come.
-            if self.heartbeats.last(n)[1:] == beat[1:] and tasks <= self.unfinished.keys():
+            is_under_way = tasks <= self.under_way.unfinished.keys()
+            if is_under_way and self.heartbeats.last(n)[1:] == beat[1:]:
                 if fault is not TOO_LONG:
                     fault += f"\n{stack or '(the worker did not answer)'}"
                 worker.fault = fault
@@ -482,30 +476,25 @@ class ProcessPool(ServedPool):
         super().__post_init__()
         # How those ended that never got ready, one after another.
         self._failed_starts: list[str] = []
-        self._executors: list[_Executor] = []  # the last one takes tasks
+        self._executors: list[_Executor] = []  # also those that are leaving
         self._next_watch = 0.0
         _pools.add(self)
 
-    @property
-    def _last(self) -> _Executor | None:
-        """The executor that takes tasks; None if there is none, or it is leaving."""
-        return next((each for each in self._executors[-1:] if not each.leaving), None)
-
-    def _current(self) -> _Executor:
-        """The executor that takes tasks, a new one if need be."""
+    def _newest(self) -> _Executor:
+        """Return the executor that takes tasks, a new one if need be."""
         if self.closed:
             raise RuntimeError("the pool is closed")
-        self.end_over()
-        if len(self._failed_starts) >= MOST_FAILED_STARTS:
-            raise WorkerDied(
-                f"workers cannot be started: {len(self._failed_starts)} in a row died before "
-                f"they were ready ({self._failed_starts[-1]}); look at what the dataset does when "
-                "it is unpickled, at worker_init_fn, and at the machine's memory and limits"
-                + wrong_executable(self.context.get_start_method())
-            )
-        executor = self._last
+        self.look()  # one that has broken ends, and gives its slots back
+        executor: _Executor | None = self.executor
         if executor is None:
-            executor = self._new_executor()
+            if len(self._failed_starts) >= MOST_FAILED_STARTS:
+                raise WorkerDied(
+                    f"workers cannot be started: {len(self._failed_starts)} in a row died before "
+                    f"they were ready ({self._failed_starts[-1]}); look at what the dataset does "
+                    "when it is unpickled, at worker_init_fn, and at the machine's memory and "
+                    "limits" + wrong_executable(self.context.get_start_method())
+                )
+            self.executor = executor = self._new_executor()
             self._executors.append(executor)
         return executor
 
@@ -542,6 +531,8 @@ class ProcessPool(ServedPool):
 
         Tickets of those who are to blame are told, and else the log.
         """
+        if executor.under_way.have_come:
+            self.forgive_failed_starts()  # the machine can start workers
         out_of_memory = oom_kills() > executor.oom_kills
         for n, worker in enumerate(executor.workers):
             if worker.ended_by_us and not worker.fault:
@@ -562,7 +553,7 @@ class ProcessPool(ServedPool):
             self.replaced += 1
             if beat.task == 0 or (beat.task == READY and worker.fault):
                 self._failed_starts.append(death.cause)
-            ticket, _ = executor.lost.get(beat.task, (None, None))
+            ticket, _ = executor.under_way.lost.get(beat.task, (None, None))
             # One that we killed when it had made all of a task stood still for no fault of that.
             stood_still = worker.fault and beat.began == math.inf
             if ticket is not None and not ticket.is_dropped and not stood_still:
@@ -578,19 +569,17 @@ class ProcessPool(ServedPool):
 
     # --- in the consumer's thread
 
-    def _begin(self) -> None:
-        if self._last is None:  # or those of the thread
-            self._libraries = LibrarySettings.of_this_thread()
-        super()._begin()
-
-    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
-        if self._last is None and self.context.get_start_method() == "fork" and not self.closed:
+    def prepare(self) -> None:
+        self._libraries = LibrarySettings.of_this_thread()  # or those of the pool's thread
+        super().prepare()
+        if self.context.get_start_method() == "fork":
             # A fork has all as it is now, and while this thread waits here.
             self._start()
-        return super().submit(task, bell)
 
     def start(self) -> None:
         self.forgive_failed_starts()
+        if self.executor is None:
+            self.prepare()
         error = self._start()
         if error is not None:
             raise error
@@ -598,7 +587,8 @@ class ProcessPool(ServedPool):
     def _start(self) -> BaseException | None:
         """Start all workers, and wait for that. Return what came in between."""
         bell = Bell()
-        ticket = self._ask(self._start_all, bell)
+        ticket = Ticket(bell)
+        self.ask(self._start_all, ticket)
         while not ticket.is_done:
             bell.wait()
         return ticket.error
@@ -615,21 +605,25 @@ class ProcessPool(ServedPool):
     # --- in the pool's thread
 
     def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
-        executor = self._current()
-        task = task._replace(slot=ticket.borrow(self.slots))
-        follow(executor.submit(run, task), ticket, task.id, executor.unfinished, executor.lost)
+        executor: _Executor | None = self.executor
+        if executor is None or executor.broken:
+            executor = self._newest()
+        executor.under_way.follow(executor.submit(run, task), ticket, task.id)
 
     def _start_all(self, ticket: Ticket) -> None:
-        # If it breaks just now, another takes its place with the first task.
-        with suppress(BrokenExecutor):
-            executor = self._current()
-            while executor.may_start_workers:
-                executor.submit(warm_up)  # starts a worker, unless one is idle
-        ticket.finish(None)
+        try:
+            # If it breaks just now, another takes its place with the first task.
+            with suppress(BrokenExecutor):
+                executor = self._newest()
+                while executor.may_start_workers:
+                    executor.submit(warm_up)  # starts a worker, unless one is idle
+            ticket.finish(None)
+        except BaseException as error:
+            ticket.fail(error)
 
     def _retire(self, pid: int | None = None, why: str = "") -> None:
         """Have the workers leave when they are done, all of them or those of a process."""
-        executor = self._last
+        executor: _Executor | None = self.executor
         # Others are leaving already: all that they still send says the same.
         if executor is None or (why and pid not in [worker.pid for worker in executor.workers]):
             return
@@ -639,13 +633,16 @@ class ProcessPool(ServedPool):
             )
             self.replaced += len(executor.workers)
         executor.leave(drop=False)
+        self.executor = None
 
     def look(self) -> float | None:
-        self.end_over()
-        if not any(each.unfinished or each.leaving for each in self._executors):
+        now = time.monotonic()
+        for executor in list(self._executors):
+            if executor.broken or (executor.leaving and executor.has_left):
+                self._end(executor, now + GRACE)
+        if not any([each.under_way.unfinished or each.leaving for each in self._executors]):
             return None
         patience = PATIENCE if self.timeout is None else min(PATIENCE, self.timeout / 8)
-        now = time.monotonic()
         if now > self._next_watch:
             self.watch()
             self._next_watch = now + patience
@@ -656,11 +653,6 @@ class ProcessPool(ServedPool):
         for executor in self._executors:
             executor.watch(self.timeout)
 
-    def end_over(self) -> None:
-        """End executors that have broken, or left, and finish the tickets that they have lost."""
-        for executor in [each for each in self._executors if each.is_over]:
-            self._end(executor, time.monotonic() + GRACE)
-
     def end_all(self) -> None:
         for executor in self._executors:
             executor.leave(drop=True)
@@ -668,12 +660,15 @@ class ProcessPool(ServedPool):
             self._end(self._executors[-1], self.deadline)
 
     def _end(self, executor: _Executor, deadline: float) -> None:
+        """End an executor that has broken, or left, and finish the tickets that it has lost."""
+        if self.executor is executor:
+            self.executor = None
         executor.end(deadline)
         self._executors.remove(executor)
         if executor.broken and not self.closed:
             self._collect_deaths(executor)
         executor.clean_up()
-        for ticket, error in executor.lost.values():
+        for ticket, error in executor.under_way.lost.values():
             ticket.fail(error)
 
 

@@ -22,12 +22,13 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from minloader._errors import breaks_in
-from minloader._pools.base import GRACE, RemotePool
+from minloader._pools.base import GRACE, UNCHANGEABLE, HeldItem, Pool
 from minloader._pools.cpython import is_ours
 from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
@@ -41,16 +42,20 @@ LONGEST_END = 4 * GRACE
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class ServedPool(RemotePool):
+class ServedPool(Pool):
     """A pool with a thread of its own, from its first task until it is closed, or is gone.
 
+    Its tasks leave this process, or may do so later: items are pickled.
+
     Attributes:
+        executor: takes the next task; None if there is none yet. Of the thread.
         closed: whether it takes no more tasks.
         deadline: until when its workers may then leave by themselves (monotonic clock).
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.executor: Any = None
         self.closed = False
         self.deadline = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
@@ -60,29 +65,33 @@ class ServedPool(RemotePool):
 
     # --- in the consumer's thread
 
-    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
-        return self._ask(self._send, bell, task)
+    def hold(self, item: Any) -> Any:
+        if type(item) in UNCHANGEABLE or type(item) is HeldItem:
+            return item
+        return HeldItem(item)
 
-    def _ask(
-        self, function: Callable[[Ticket], None], bell: Bell, task: TaskMessage | None = None
-    ) -> Ticket:
-        """Have the thread call a function with a ticket, which it is to finish."""
+    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
         ticket = Ticket(bell, task, self._inbox)
         try:
-            self._begin()
+            if self.executor is None:
+                self.prepare()
         except Exception as error:  # no threads
             if breaks_in(error):
                 raise
             ticket.step = "sending"
             ticket.fail(error)
             return ticket
-        self._inbox.put(partial(_do, function, ticket))
-        if self.closed:  # and so the thread may have looked for the last time
-            ticket.fail(RuntimeError("the pool is closed"))
+        self.ask(self._send, ticket)
         return ticket
 
-    def _begin(self) -> None:
-        """Have a thread, if there is none."""
+    def ask(self, function: Callable[[Ticket], None], ticket: Ticket) -> None:
+        """Have the thread call a function with a ticket, which it is to finish."""
+        self._inbox.put(partial(function, ticket))
+        if self.closed:  # and so the thread may have looked for the last time
+            ticket.fail(RuntimeError("the pool is closed"))
+
+    def prepare(self) -> None:
+        """Have a thread, which will have an executor."""
         if self._thread is not None:
             return
         refuse_avalanche()
@@ -113,14 +122,23 @@ class ServedPool(RemotePool):
         task = ticket.task
         if task is None or ticket.is_dropped:
             return
-        ticket.step = "packing"
-        packed = self.pack(task)
-        ticket.step = "sending"
-        self.hand_over(ticket, packed._replace(id=next(self.task_ids)))
-        ticket.step = ""
+        try:
+            ticket.step = "packing"
+            items = [each.pack() if type(each) is HeldItem else each for each in task.items]
+            ticket.step = "sending"
+            address = None
+            if self.slots is not None:
+                ticket.slots = self.slots
+                ticket.slot = self.slots.lend()
+                address = self.slots.address(ticket.slot)
+            number = next(self.task_ids)
+            self.hand_over(ticket, task._replace(items=items, id=number, slot=address))
+            ticket.step = ""
+        except BaseException as error:  # an item may call sys.exit() as it is pickled
+            ticket.fail(error)
 
     def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
-        """Give a packed task to an executor; see :func:`follow`.
+        """Give a packed task to the executor, and follow what comes of it; see :class:`UnderWay`.
 
         Raises:
             BrokenExecutor: the workers are gone.
@@ -135,13 +153,6 @@ class ServedPool(RemotePool):
 
     def end_all(self) -> None:
         """End what is under way: the pool is closed."""
-
-
-def _do(function: Callable[[Ticket], None], ticket: Ticket) -> None:
-    try:
-        function(ticket)
-    except BaseException as error:  # an item may call sys.exit() as it is pickled
-        ticket.fail(error)
 
 
 def _serve(
@@ -172,54 +183,58 @@ def _serve(
             del command, pool
 
 
-def follow(
-    future: Future[Any],
-    ticket: Ticket,
-    number: int,
-    unfinished: dict[int, Ticket],
-    lost: dict[int, tuple[Ticket, BaseException]] | None,
-) -> None:
-    """Have a ticket be finished when a future is done.
+class UnderWay:
+    """The tasks that an executor has.
 
-    Args:
-        future: of the executor that has the task.
-        ticket: of the task.
-        number: of the task in its pool.
-        unfinished: tickets under way, by these numbers.
-        lost: where those are put whose executor broke, with the error, to be finished when it was
-            buried. None: nobody does that.
-    """
-    ticket.future = future
-    unfinished[number] = ticket
-    future.add_done_callback(partial(_arrived, number, unfinished, lost))
-
-
-def _arrived(
-    number: int,
-    unfinished: dict[int, Ticket],
-    lost: dict[int, tuple[Ticket, BaseException]] | None,
-    future: Future[Any],
-) -> None:
-    """Take what has come of a task, in a thread of the executor's.
-
-    It knows neither executor nor pool: the future leads here, and it would lead to a cycle. The
+    It knows neither executor nor pool: the futures lead here, and it would lead to a cycle. The
     collector, which would have to find that, may come while the system's semaphores are counted,
     which CPython 3.12 refuses.
+
+    Attributes:
+        unfinished: tickets of tasks under way, by the task's id.
+        lost: the same of those that were under way when the executor broke, with the error.
+        have_come: whether any task came back.
+
+    Args:
+        is_buried: whether somebody buries an executor that broke, and finishes what is lost then.
     """
-    ticket = unfinished.pop(number, None)
-    if ticket is None:
-        return  # it was given up
-    try:
-        error = future.exception()
-        if error is None:
-            reply: Reply | Unready = future.result()
-            if not isinstance(reply, Unready):
-                ticket.settle(reply)
-                return
-            error = reply
-    except Exception as failure:  # cancelled; or no room for a batch in this process
-        error = failure
-    if lost is not None and isinstance(error, BrokenExecutor):
-        lost[number] = ticket, error
-    else:
-        ticket.fail(error)
+
+    def __init__(self, *, is_buried: bool = True) -> None:
+        self.unfinished: dict[int, Ticket] = {}
+        self.lost: dict[int, tuple[Ticket, BaseException]] = {}
+        self.have_come = False
+        self._is_buried = is_buried
+
+    def follow(self, future: Future[Any], ticket: Ticket, number: int) -> None:
+        """Have the ticket of a task be finished when a future of the executor is done."""
+        ticket.future = future
+        self.unfinished[number] = ticket
+        future.add_done_callback(partial(self._arrived, number))
+
+    def _arrived(self, number: int, future: Future[Any]) -> None:
+        """Take what has come of a task, in a thread of the executor's."""
+        ticket = self.unfinished.pop(number, None)
+        if ticket is None:
+            return  # it was given up
+        try:
+            error = future.exception()
+            if error is None:
+                reply: Reply | Unready = future.result()
+                if not isinstance(reply, Unready):
+                    self.have_come = True
+                    ticket.settle(reply)
+                    return
+                error = reply
+        except Exception as failure:  # cancelled; or no room for a batch in this process
+            error = failure
+        if self._is_buried and isinstance(error, BrokenExecutor):
+            self.lost[number] = ticket, error
+        else:
+            ticket.fail(error)
+
+    def lose_all(self, error: BaseException) -> None:
+        """Take what has not come for lost."""
+        while self.unfinished:
+            with suppress(KeyError):  # it was done just now
+                number, ticket = self.unfinished.popitem()
+                self.lost[number] = ticket, error

@@ -14,7 +14,6 @@ from queue import SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple
 
-from minloader._memory.files import SlotAddress
 from minloader._memory.pickling import PackedBatch
 from minloader._memory.slots import Slot, Slots
 from minloader._worker.messages import Reply, TaskMessage
@@ -113,14 +112,6 @@ class Ticket:
         """Have no worker begin with it."""
         if self.future is not None:
             self.future.cancel()
-
-    def borrow(self, slots: Slots | None) -> SlotAddress | None:
-        """Have a slot travel with the task. Return where the worker finds it."""
-        if slots is None:
-            return None
-        self.slots = slots
-        self.slot = slots.lend()
-        return slots.address(self.slot)
 
     def settle(self, reply: Reply) -> None:
         """Take the reply of a worker.
