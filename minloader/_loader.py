@@ -26,7 +26,7 @@ from minloader._epochs.course import Course
 from minloader._epochs.iterator import Batches, SeveralEpochs
 from minloader._epochs.options import OnError, Options, Shared
 from minloader._formats import brief_repr
-from minloader._pools.group import PoolFactory, PoolGroup
+from minloader._pools.group import PoolGroup
 from minloader._protocols import B
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import dealer_of, rank_of_stream
@@ -163,7 +163,7 @@ class Loader(Generic[B]):
         seed = random.SystemRandom().getrandbits(63) if seed is None else seed
         seed = checked_int("seed", seed, 0)
         in_order = arguments.checked_bool("in_order", in_order)
-        make_factory = _factory_for(executor)
+        make_group = _group_for(executor)
         timeout = arguments.checked_timeout(timeout, executor)
         retries = checked_int("retries", retries, 0)
         arguments.check_memory_limit(worker_memory_limit, executor)
@@ -209,19 +209,19 @@ class Loader(Generic[B]):
                 without_processes=self._without_processes,
             ),
         )
-        factory = make_factory(
+        if job.options.seed_generators:
+            from minloader._worker.own_generators import check_can_be_seeded  # of few
+
+            check_can_be_seeded(job, executor)
+        group = make_group(
             job=job,
             executor=executor,
             context=arguments.checked_context(mp_context, executor),
             budget=budget,
             timeout=timeout,
-        )
-        if job.options.seed_generators:
-            from minloader._worker.own_generators import check_can_be_seeded  # of few
-
-            check_can_be_seeded(job, factory.kind)
-        group = PoolGroup(
-            factory=factory, num_workers=num_workers, prefetch_factor=prefetch_factor, seed=seed
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            seed=seed,
         )
         options = Options(
             in_order=in_order,
@@ -237,7 +237,7 @@ class Loader(Generic[B]):
         if trace is not None:
             from minloader._worker.processor_time import ProcessorTime  # as the doctor has
 
-            factory.plugins.append(ProcessorTime())
+            group.plugins.append(ProcessorTime())
             try:
                 self._shared.counters.file = _open_trace(trace)
             except BaseException:
@@ -525,18 +525,18 @@ def _finish(group: PoolGroup, counters: Counters) -> None:
         counters.end_file()
 
 
-def _factory_for(executor: Any) -> type[PoolFactory]:
-    """Return what makes the pools, by ``executor``."""
+def _group_for(executor: Any) -> type[PoolGroup]:
+    """Return the class of the pools, by ``executor``."""
     if executor in ("process", "thread"):
-        return PoolFactory
+        return PoolGroup
     if not isinstance(executor, Executor):
         raise ValueError(
             "executor must be 'process', 'thread' or a concurrent.futures.Executor (of a Dask "
             f"client: client.get_executor(pure=False)), got {brief_repr(executor)}"
         )
-    from minloader._foreign.pool import ForeignPoolFactory  # few bring one
+    from minloader._foreign.pool import ForeignPoolGroup  # few bring one
 
-    return ForeignPoolFactory
+    return ForeignPoolGroup
 
 
 def _make_sampler(

@@ -27,7 +27,7 @@ from trouble import SpringsWhenLoaded
 
 from minloader import BatchError, Loader, get_worker_info
 from minloader._foreign import worker as foreign
-from minloader._foreign.pool import ForeignPoolFactory
+from minloader._foreign.pool import ForeignPoolGroup
 from minloader._memory import slot_writer
 from minloader._memory.job_file import JobAddress, JobFile
 from minloader._worker.run import CHUNK_SECONDS
@@ -226,7 +226,7 @@ def test_a_worker_forked_from_the_loader_s_process_is_like_any_other():
 @pytest.fixture
 def remote(monkeypatch):
     """As an executor of other machines."""
-    monkeypatch.setattr(ForeignPoolFactory, "is_local", False)
+    monkeypatch.setattr(ForeignPoolGroup, "is_local", False)
 
 
 def test_a_worker_that_lacks_the_job_is_sent_it(remote):

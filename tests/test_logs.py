@@ -476,7 +476,7 @@ def test_a_long_start_is_explained(source, n, what, tmp_path):
     dataset, answered = [Imports(), *map(str, range({n})), 0], set()
     worker = lambda sample: get_worker_info().id
     with Loader(dataset, [-1, -1], num_workers=2, transform=worker) as loader:
-        inspect(loader).group.factory.plugins.append(LongStart())
+        inspect(loader).group.plugins.append(LongStart())
         while len(answered) < 2:  # one may have made all batches before the other was ready
             answered.update(loader)
     """

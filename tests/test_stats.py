@@ -458,7 +458,7 @@ def burn(seconds):
 def measuring(*args, **options):
     """A loader whose workers measure how they spend their time."""
     loader = Loader(*args, **options)
-    inspect(loader).group.factory.plugins.append(processor_time.ProcessorTime())
+    inspect(loader).group.plugins.append(processor_time.ProcessorTime())
     return loader
 
 

@@ -318,7 +318,7 @@ class Audit:
         """
         counts = Counter[str]()
         with self._make() as loader:
-            job = inspect(loader).group.factory.job
+            job = inspect(loader).group.job
             if job.options.seed_generators:
                 return []
             loader.num_workers = 0

@@ -87,7 +87,7 @@ class Inspection:
         self._course = loader._course
         self.counters = loader._shared.counters
         self.group = loader._shared.group
-        self.executor = self.group.factory.executor
+        self.executor = self.group.executor
         self.shards = self._course.shards
 
     @property
@@ -107,7 +107,7 @@ class Inspection:
     def start_method(self) -> str:
         """How worker processes are started; "" where there are none of ours."""
         is_ours = self.executor == "process"
-        return self.group.factory.context.get_start_method() or "" if is_ours else ""
+        return self.group.context.get_start_method() or "" if is_ours else ""
 
     # --- the pools and their workers
 

@@ -114,7 +114,7 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         ValueError: an epoch has no batches.
         Exception: the loader raised it.
     """
-    inspect(loader).group.factory.plugins += [ProcessorTime(), LongStart()]
+    inspect(loader).group.plugins += [ProcessorTime(), LongStart()]
     begin = 0.0
     before = Stats()
     looks: list[tuple[float, int]] = []

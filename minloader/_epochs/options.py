@@ -70,7 +70,7 @@ class Shared:
     @property
     def job(self) -> Job:
         """What batches are made of."""
-        return self.group.factory.job
+        return self.group.job
 
     @property
     def stats(self) -> Stats:

@@ -1,4 +1,4 @@
-"""A pool over an executor of the user's, and what makes such pools."""
+"""A pool over an executor of the user's, and the group of such pools."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from minloader._foreign.worker import (
 from minloader._memory import forks
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.slots import Slots
-from minloader._pools.group import PoolFactory
+from minloader._pools.group import PoolGroup
 from minloader._pools.served import ServedPool, UnderWay
 from minloader._pools.ticket import Ticket
-from minloader._worker.messages import Reply, TaskMessage, WorkerInfo
+from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 
 
 def _is_of(executor: Executor, package: str) -> bool:
@@ -100,14 +100,22 @@ class ForeignPool(ServedPool):
     """Makes batches in an executor that the user brought, and will shut down.
 
     Args:
-        factory: what made it has the executor, and the job.
+        users: the executor.
+        owner: the process that made it.
+        job: what batches are made from, in threads.
+        sent: the same, as processes get it; None in threads.
+        sender: sends it to workers on other machines; None where there are none.
     """
 
-    factory: ForeignPoolFactory
+    users: Executor
+    owner: int
+    job: Job
+    sent: JobFile | ForkedJob | None
+    sender: JobSender | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        job = self.factory.sent
+        job = self.sent
         assert not isinstance(job, ForkedJob)
         self._reference = JobReference(
             mark=secrets.token_hex(8) if job is None else job.mark,
@@ -115,33 +123,32 @@ class ForeignPool(ServedPool):
             seed=self.infos[0].seed,
             versions=versions(),
             address=None if job is None else job.address,
-            may_be_remote=self.factory.sender is not None,
+            may_be_remote=self.sender is not None,
         )
-        self._job = keep_here(self._reference.mark, self.factory.job)
+        self._job = keep_here(self._reference.mark, self.job)
         self._under_way = UnderWay(is_buried=False)
         self._options: dict[str, Any] = {}
-        if _is_of(self.factory.executor, "distributed"):
+        if _is_of(self.users, "distributed"):
             # Equal calls are not one; and without delay an earlier one comes first.
             self._options = {"pure": False, "fifo_timeout": "0 ms"}
 
     def prepare(self) -> None:
-        owner = self.factory.owner
-        if os.getpid() != owner:  # in a fork nothing would ever run
+        if os.getpid() != self.owner:  # in a fork nothing would ever run
             raise RuntimeError(
-                f"executor belongs to process {owner}, of which this one is a fork; make the "
+                f"executor belongs to process {self.owner}, of which this one is a fork; make the "
                 "Loader and its executor here"
             )
         super().prepare()
-        self.executor = self.factory.executor
+        self.executor = self.users
 
     def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
         if self.closed:
             raise RuntimeError("the pool is closed")
         reference = self._reference._replace(num_workers=len(self.infos))
-        sender = self.factory.sender
+        sender = self.sender
         job, options = ([], {}) if sender is None else sender.attach()
         # Of a reply, or of JobMissing.
-        sent: Future[Any] = self.factory.executor.submit(
+        sent: Future[Any] = self.users.submit(
             run_task, reference, task, *job, **self._options | options
         )
         if sender is not None:
@@ -161,8 +168,8 @@ class ForeignPool(ServedPool):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class ForeignPoolFactory(PoolFactory):
-    """Makes pools over an executor of the user's.
+class ForeignPoolGroup(PoolGroup):
+    """Workers of an executor of the user's.
 
     Attributes:
         owner: the process that made the executor.
@@ -190,9 +197,12 @@ class ForeignPoolFactory(PoolFactory):
                 "iterable dataset) is read on by the worker that has begun it; use "
                 "executor='process' or 'thread'"
             )
+        super().__post_init__()
 
     @property
     def kind(self) -> str:
+        if not self.num_workers:
+            return super().kind
         return "thread" if isinstance(self.executor, ThreadPoolExecutor) else "foreign"
 
     @property
@@ -204,8 +214,8 @@ class ForeignPoolFactory(PoolFactory):
         """Whether the executor is known to run its tasks on this machine, and each of them once."""
         return isinstance(self.executor, ProcessPoolExecutor) or _is_of(self.executor, "loky")
 
-    def send_job(self, num_workers: int, seed: int) -> JobFile:
-        sent = super().send_job(num_workers, seed)
+    def send_job(self) -> JobFile:
+        sent = super().send_job()
         assert isinstance(sent, JobFile)  # nobody is forked
         if not self.is_local:
             self.sender = JobSender(self.executor, sent)
@@ -216,5 +226,13 @@ class ForeignPoolFactory(PoolFactory):
             self.sender.close()
         super().close()
 
-    def make_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> ForeignPool:
-        return ForeignPool(infos=infos, slots=slots, factory=self)
+    def new_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> ForeignPool:
+        return ForeignPool(
+            infos=infos,
+            slots=slots,
+            users=self.executor,
+            owner=self.owner,
+            job=self.job,
+            sent=self.sent,
+            sender=self.sender,
+        )

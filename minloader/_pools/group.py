@@ -46,35 +46,49 @@ class EpochUnderWay(Protocol):
     def in_flight(self) -> int: ...
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class PoolGroup:
-    """The workers of a loader. It knows nothing of the loader, which ends it when it goes.
+    """The workers of a loader. It knows nothing of the loader, which ends it when it goes. For an
+    executor of the user's there is another, in ``_foreign/pool.py``.
 
     Attributes:
-        factory: makes its pools.
+        job: what the workers work on; sent to them once, or had by fork.
+        executor: where they are.
+        context: how processes are started.
+        budget: most bytes of shared memory; None for a share of what is free, 0 for none.
+        timeout: seconds that a batch may take.
         num_workers: how many; 0 for this process itself.
         prefetch_factor: tasks under way for each.
         seed: the loader's.
+        sent: the job, as workers get it; None before any needs it.
+        plugins: what hangs on the worker processes that are started from now on.
         epochs: of the loader, which may have tasks under way.
+        max_in_flight: most tasks under way at once; 0 if submitting one runs it.
     """
 
-    factory: PoolFactory
+    job: Job
+    executor: Any
+    context: BaseContext
+    budget: int | None
+    timeout: float | None
     num_workers: int
     prefetch_factor: int
     seed: int
+    sent: JobFile | ForkedJob | None = None
+    plugins: list[Plugin] = field(default_factory=list)
     epochs: weakref.WeakSet[EpochUnderWay] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         self._pools: list[Pool] = []  # those that take tasks; none in a fork, at first
         self._former: list[Pool] = []  # those that may still have some
         self._replaced = 0  # workers of pools that are closed
+        self._count_workers(self.num_workers)
         self._make_pools()
         forks.told.add(self)
 
-    @property
-    def max_in_flight(self) -> int:
-        """Most tasks under way at once; 0 if submitting one runs it."""
-        return self.prefetch_factor * self.num_workers
+    def _count_workers(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.max_in_flight = self.prefetch_factor * num_workers
 
     @property
     def pools(self) -> list[Pool]:
@@ -85,13 +99,13 @@ class PoolGroup:
 
     def pool(self, shard: int = 0) -> Pool:
         """Return the pool for tasks of a shard."""
-        pools = self.pools
+        pools = self._pools or self.pools
         return pools[shard % len(pools)]
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers. What is under way is finished by those who have it."""
         former = self.num_workers
-        self.num_workers = num_workers
+        self._count_workers(num_workers)
         if not self._is_stream and former and num_workers:
             # The same pool goes on, so that an epoch need not wait for its tasks to be done.
             pool = self.pool()
@@ -104,7 +118,7 @@ class PoolGroup:
             # A worker that has begun with a shard goes on with it, where that can be.
             self._make_pools(keep=min(former, num_workers))
         except BaseException:
-            self.num_workers = former
+            self._count_workers(former)
             raise
 
     def send_job_again(self) -> None:
@@ -115,8 +129,8 @@ class PoolGroup:
         Raises:
             TypeError: it can no longer be sent; the workers are the former ones then.
         """
-        former = self.factory.sent
-        sent = self.factory.send_job(self.num_workers, self.seed)
+        former = self.sent
+        sent = self.send_job()
         for pool in self.pools:
             assert isinstance(pool, ProcessPool)
             pool.job = sent
@@ -138,7 +152,7 @@ class PoolGroup:
     @property
     def kind(self) -> str:
         """Where tasks run: "inline", "process", "thread" or "foreign"."""
-        return self.factory.kind if self.num_workers else "inline"
+        return str(self.executor) if self.num_workers else "inline"
 
     @property
     def in_flight(self) -> int:
@@ -177,7 +191,8 @@ class PoolGroup:
             leave_pools(self._former + self._pools, 0.0)
             raise
         finally:
-            self.factory.close()
+            if self.sent is not None:
+                self.sent.close()
 
     @property
     def _count(self) -> int:
@@ -185,7 +200,7 @@ class PoolGroup:
 
     @property
     def _is_stream(self) -> bool:
-        return self.factory.job.options.is_stream
+        return self.job.options.is_stream
 
     def _make_pools(self, keep: int = 0) -> None:
         kept = self._pools[:keep]
@@ -209,74 +224,19 @@ class PoolGroup:
         ]
 
     def _make_pool(self, index: int) -> Pool:
-        count = self._count
-        max_in_flight = self.max_in_flight // count
-        return self.factory.make(self._infos(index), max_in_flight=max_in_flight, share=count)
-
-    def begin_fork(self) -> None:
-        """Have none of the parent's, in a fork; what is in this process is here, too."""
-        self._pools = [each for each in self._pools if isinstance(each, InlinePool)]
-        self._former = []
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class PoolFactory:
-    """Makes pools of one kind, and sends them the job. For an executor of the user's there is
-    another, in ``_foreign/pool.py``.
-
-    Attributes:
-        job: what the workers work on; sent to them once, or had by fork.
-        executor: where they are.
-        context: how processes are started.
-        budget: most bytes of shared memory; None for a share of what is free, 0 for none.
-        timeout: seconds that a batch may take.
-        sent: the job, as workers get it; None before any needs it.
-        plugins: what hangs on the worker processes that are started from now on.
-    """
-
-    job: Job
-    executor: Any
-    context: BaseContext
-    budget: int | None
-    timeout: float | None
-    sent: JobFile | ForkedJob | None = None
-    plugins: list[Plugin] = field(default_factory=list)
-
-    @property
-    def kind(self) -> str:
-        """Where tasks run, if there are workers: "process", "thread" or "foreign"."""
-        return str(self.executor)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether processes are known to be on this machine, and each task to run once."""
-        return True
-
-    @property
-    def start_method(self) -> str | None:
-        """How processes are started; None if that is not for us to do."""
-        return self.context.get_start_method()
-
-    def make(self, infos: list[WorkerInfo], *, max_in_flight: int, share: int) -> Pool:
-        """Make a pool.
-
-        Args:
-            infos: what its workers are told.
-            max_in_flight: most tasks that it has at once.
-            share: of how many such pools the shared memory is for.
-        """
-        num_workers = infos[0].num_workers
-        if num_workers == 0:
+        infos = self._infos(index)
+        if not self.num_workers:
             return InlinePool(infos=infos, job=self.job)
         slots = None
         if self.kind != "thread":
             if self.sent is None:
-                self.send_job(num_workers, infos[0].seed)
+                self.send_job()
             if self.budget != 0 and self.is_local and can_be_nameless():
-                slots = Slots(self.budget, max_in_flight, share=share)
-        return self.make_pool(infos, slots)
+                count = self._count
+                slots = Slots(self.budget, self.max_in_flight // count, share=count)
+        return self.new_pool(infos, slots)
 
-    def make_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> Pool:
+    def new_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> Pool:
         """Make the pool of some workers."""
         if self.sent is None:
             return ThreadPool(infos=infos, job=self.job)
@@ -289,19 +249,29 @@ class PoolFactory:
             plugins=self.plugins,
         )
 
-    def send_job(self, num_workers: int, seed: int) -> JobFile | ForkedJob:
+    @property
+    def is_local(self) -> bool:
+        """Whether processes are known to be on this machine, and each task to run once."""
+        return True
+
+    @property
+    def start_method(self) -> str | None:
+        """How processes are started; None if that is not for us to do."""
+        return self.context.get_start_method()
+
+    def send_job(self) -> JobFile | ForkedJob:
         """Serialize the job, unless workers are forked; look whether they have room here."""
         start_method = self.start_method
         if start_method == "fork":
             if self.sent is None:  # it is said once
-                self._look_for_room(0, num_workers)
+                self._look_for_room(0)
             self.sent = ForkedJob(self.job)
             return self.sent
         sent = _serialize(self.job, start_method)
         if start_method == "forkserver":
             from minloader._pools.fork_server import start_fork_server  # not on Windows
 
-            start_fork_server(self.context, sent.modules, seed)
+            start_fork_server(self.context, sent.modules, self.seed)
         if self.sent is None:  # it is said once
             _look_for_growth(sent)
             if sent.generators and not self.job.options.seed_generators:
@@ -309,32 +279,32 @@ class PoolFactory:
 
                 tell_sent(self.job, sent.generators)
             if self.is_local:
-                self._look_for_room(sent.size, num_workers)
+                self._look_for_room(sent.size)
         self.sent = sent
         return sent
 
-    def close(self) -> None:
-        """Let the job go."""
-        if self.sent is not None:
-            self.sent.close()
-
-    def _look_for_room(self, size: int, num_workers: int) -> None:
+    def _look_for_room(self, size: int) -> None:
         """Warn if workers of this machine may not have room, beside a job of so many bytes.
 
         Forked ones share the job with their parent, where it has its room already.
         """
         limit = memory_limit()
-        needed = size + num_workers * (self.job.options.memory_limit or WORKER_BYTES)
+        needed = size + self.num_workers * (self.job.options.memory_limit or WORKER_BYTES)
         if needed > limit:
             logger.warning(
                 "the dataset (%d bytes) and %d workers need some %d bytes of memory, but the "
                 "control group of this process allows %d: the kernel may kill workers; use fewer, "
                 "or a dataset that reads from files",
                 size,
-                num_workers,
+                self.num_workers,
                 needed,
                 limit,
             )
+
+    def begin_fork(self) -> None:
+        """Have none of the parent's, in a fork; what is in this process is here, too."""
+        self._pools = [each for each in self._pools if isinstance(each, InlinePool)]
+        self._former = []
 
 
 def _look_for_growth(sent: JobFile) -> None:

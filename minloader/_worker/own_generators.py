@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from operator import attrgetter, methodcaller
 from types import (
@@ -264,18 +265,18 @@ def _globals(path: str, function: Any, *, is_near: bool) -> Iterator[tuple[str, 
 # --- seeded
 
 
-def check_can_be_seeded(job: Job, kind: str) -> None:
+def check_can_be_seeded(job: Job, executor: Any) -> None:
     """Refuse to seed them where several batches draw from one at the same time.
 
     Args:
         job: what batches are made of.
-        kind: where, as ``PoolFactory.kind``.
+        executor: where: the loader's argument.
 
     Raises:
         ValueError: it is so.
     """
     shared = ""
-    if kind == "thread":
+    if executor == "thread" or isinstance(executor, ThreadPoolExecutor):
         shared = "threads share the generators of one dataset"
     elif reads_at_once(job.dataset):
         shared = "reads of concurrent() share the generators of their dataset"
