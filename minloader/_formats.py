@@ -92,14 +92,6 @@ def refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(f"breakpoint() in a worker: {ADVICE['BdbQuit']}")
 
 
-def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:
-    """Return which part of a checkpoint is the state, in words; "" if none is."""
-    for key, part in checkpoint.items():
-        if isinstance(part, Mapping) and names <= part.keys():
-            return f"; give load_state_dict the part with the key {key!r}"
-    return ""
-
-
 def warn_idle_workers(num_workers: int, shards: int) -> None:
     """Say in the log that a stream has fewer shards than there are workers."""
     if num_workers > shards:

@@ -1,10 +1,13 @@
-"""Names that a ``Loader`` does not have, and what was meant by them."""
+"""What is said of a mistake: names that a ``Loader`` does not have, and states that do not fit."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from minloader._formats import brief_repr
+from minloader._sampling.ranks import is_of_ranks, ranks_as_text
 
 OTHER_NAMES = {
     "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
@@ -46,3 +49,59 @@ def check_attribute(loader: Any, name: str, defaults: Iterable[str]) -> None:
     near = difflib.get_close_matches(name, [*arguments, "epoch"], 1, cutoff=0.8)
     if near and not hasattr(loader, name):
         raise AttributeError(f"a Loader has no attribute {name!r}; did you mean {near[0]}?")
+
+
+def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:
+    """Return which part of a checkpoint is the state, in words; "" if none is."""
+    for key, part in checkpoint.items():
+        if isinstance(part, Mapping) and names <= part.keys():
+            return f"; give load_state_dict the part with the key {key!r}"
+    return ""
+
+
+def no_state_of_a_loader(state: Any) -> Exception:
+    """Return the error for what was given as a state of a loader, and is none."""
+    if not isinstance(state, Mapping):
+        return TypeError(f"state must be what state_dict() gave, a dict, got {brief_repr(state)}")
+    if isinstance(state.get("state"), tuple | list) and "version" in state:
+        return ValueError(
+            "the state is of a minloader.torch.DataLoader, but this is a minloader.Loader, whose "
+            "order follows from its seed; give it what its own state_dict() returned"
+        )
+    if isinstance(state.get("sampler"), str):
+        return ValueError(
+            f"this is the state of a {state['sampler']}, not of a Loader; give what the loader's "
+            "state_dict() returned, which has it inside"
+        )
+    part = part_meant(state, {"version", "seed", "epoch"})
+    return ValueError(f"this is no state of a Loader, but has keys {brief_repr(list(state))}{part}")
+
+
+def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) -> ValueError:
+    """Return the error for a sampler that does not give what it gave when a state was taken.
+
+    Args:
+        sampler: that there is now.
+        former: what was recognized then: the number of ranks, or the digest of an item.
+        at: the batch where the state is.
+        ordinal: of the item that was compared, or of the sampler's end.
+        item: which; of an end, none.
+    """
+    if not item:
+        return ValueError(
+            f"the state does not fit: it is at batch {at}, but the sampler has ended after "
+            f"{ordinal}"
+        )
+    ranks = ranks_as_text(sampler)
+    if ranks is not None or is_of_ranks(former):
+        return ValueError(
+            f"the state does not fit: the sampler deals the epoch out to {ranks or '1 rank'}, but "
+            f"the state was taken with {former if is_of_ranks(former) else '1 rank'}; have as many "
+            "ranks, and the seed, that there were then, or begin the epoch anew"
+        )
+    return ValueError(
+        f"the state does not fit: item {ordinal} of the sampler is {brief_repr(item[0])}, but it "
+        "was another one when the state was taken; the order must follow from the sampler's "
+        "arguments and set_epoch alone, and these be as they were (also seed and number of ranks), "
+        "or the sampler must have state_dict and load_state_dict"
+    )

@@ -22,7 +22,7 @@ from minloader._pools.base import HeldItem
 from minloader._protocols import is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
-from minloader._sampling.ranks import is_of_ranks, ranks_as_text, with_inner
+from minloader._sampling.ranks import ranks_as_text, with_inner
 from minloader._sampling.reader import Check, Reader, Source, SourceState
 from minloader._worker.messages import Shard
 
@@ -202,26 +202,11 @@ class SamplerFeed(Reader):
         return digest(item)
 
     def _misfit(self, ordinal: int, *item: Any) -> ValueError:
+        from minloader._diagnosis.mistakes import other_sampler  # which only an error needs
+
         assert self.check is not None
-        if not item:
-            return ValueError(
-                f"the state does not fit: it is at batch {self.next}, but the sampler has ended "
-                f"after {ordinal}"
-            )
         former = str(self.check.digest)
-        ranks = ranks_as_text(self.source.items)
-        if ranks is not None or is_of_ranks(former):
-            return ValueError(
-                f"the state does not fit: the sampler deals the epoch out to {ranks or '1 rank'}, "
-                f"but the state was taken with {former if is_of_ranks(former) else '1 rank'}; have "
-                "as many ranks, and the seed, that there were then, or begin the epoch anew"
-            )
-        return ValueError(
-            f"the state does not fit: item {ordinal} of the sampler is {brief_repr(item[0])}, but "
-            "it was another one when the state was taken; the order must follow from the "
-            "sampler's arguments and set_epoch alone, and these be as they were (also seed and "
-            "number of ranks), or the sampler must have state_dict and load_state_dict"
-        )
+        return other_sampler(self.source.items, former, self.next, ordinal, *item)
 
     # --- states
 

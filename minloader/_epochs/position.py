@@ -17,7 +17,7 @@ from typing import Any
 
 from minloader._arguments import checked_bool, checked_int
 from minloader._epochs.counters import ERRORS_KEPT, Failed, plain
-from minloader._formats import brief_repr, part_meant
+from minloader._formats import brief_repr
 from minloader._memory.pickling import pack, unpack
 from minloader._sampling.reader import NO_SOURCE_STATE, Check, SourceState
 
@@ -214,23 +214,15 @@ def from_state(
     Raises:
         TypeError, ValueError: it cannot be a state, or is not for such a loader.
     """
-    if not isinstance(state, Mapping):
-        raise TypeError(f"state must be what state_dict() gave, a dict, got {brief_repr(state)}")
-    if isinstance(state.get("state"), tuple | list) and "version" in state:
-        raise ValueError(
-            "the state is of a minloader.torch.DataLoader, but this is a minloader.Loader, whose "
-            "order follows from its seed; give it what its own state_dict() returned"
-        )
-    if not {"version", "seed"} <= state.keys():
-        part = part_meant(state, {"version", "seed", "epoch"})
-        raise ValueError(
-            f"this is no state of a Loader, but has keys {brief_repr(list(state))}{part}"
-        )
-    if isinstance(state.get("sampler"), str):
-        raise ValueError(
-            f"this is the state of a {state['sampler']}, not of a Loader; give what the loader's "
-            "state_dict() returned, which has it inside"
-        )
+    is_mapping = isinstance(state, Mapping)
+    if (
+        not is_mapping
+        or not {"version", "seed"} <= state.keys()
+        or type(state.get("sampler")) is str
+    ):
+        from minloader._diagnosis.mistakes import no_state_of_a_loader  # which only an error needs
+
+        raise no_state_of_a_loader(state)
     check_version(state, VERSION)
     if seed is not None and state.get("seed") != seed:
         raise ValueError(

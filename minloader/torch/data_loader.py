@@ -37,7 +37,7 @@ from minloader._epochs.iterator import Batches
 from minloader._epochs.options import OnError
 from minloader._epochs.position import check_version
 from minloader._epochs.task import Delivery
-from minloader._formats import brief_repr, part_meant
+from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._pools.interrupts import interrupts_held
 from minloader._prefetch import Prefetch
@@ -711,6 +711,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """Return a copy of the part of a state that is for this loader, or refuse it."""
         key = self._state_key()
         if not isinstance(state, Mapping) or "version" not in state:
+            from minloader._diagnosis.mistakes import part_meant  # which only an error needs
+
             part = part_meant(state, {"version", key}) if isinstance(state, Mapping) else ""
             raise TypeError(f"state must be what state_dict() gave, got {brief_repr(state)}{part}")
         check_version(state, VERSION)
