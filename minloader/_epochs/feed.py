@@ -158,6 +158,8 @@ class SamplerFeed(Reader):
 
     def open_or_fail(self) -> None:
         """Open; an error of that comes in the place of the next item, and ends the epoch."""
+        if self.iterator is not None and self._here >= self.next and not self._drawn:
+            return  # as for nearly all items
         try:
             self.open()
         except Exception as error:

@@ -111,6 +111,7 @@ class Source:
         items: the iterable.
 
     Attributes:
+        is_ours: whether it is a sampler of ours.
         last_pass: number of the pass that was begun last; -1: none was.
         has_given: whether any pass was given an item.
     """
@@ -118,6 +119,7 @@ class Source:
     def __init__(self, name: str, items: Any) -> None:
         self.name = name
         self.items: Any = items
+        self.is_ours = isinstance(items, Resettable)
         self.last_pass = -1
         self.has_given = False
         # The state that it is in, if that is known, and its last change by then: after another one
@@ -128,11 +130,6 @@ class Source:
         # A copy is put where it goes on. The iterator that has ended, which is there for comparing,
         # may not be pickled: from Python 3.14 on nothing of itertools can be.
         return vars(self) | {"_known_state": (None, None)}
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is a sampler of ours."""
-        return isinstance(self.items, Resettable)
 
     @property
     def state_begins_epoch(self) -> bool:
