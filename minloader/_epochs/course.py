@@ -171,8 +171,8 @@ class Course:
             return current.length
         if self.source.plans_late and isinstance(feed, SamplerFeed):
             # An iterator of the user's has none.
-            length = getattr(feed.iterator, "length", None)
-            return len(self.source.items) if length is None else int(length())
+            counts = getattr(feed.iterator, "counts", None)
+            return len(self.source.items) if counts is None else int(counts()[0])
         raise TypeError("it was not known when the epoch was begun")
 
     def _length_ahead(self) -> int:

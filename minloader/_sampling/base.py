@@ -34,7 +34,7 @@ from minloader._protocols import state_of
 from minloader._sampling.ranks import with_inner
 from minloader._sampling.reader import Resettable
 from minloader._sampling.seeding import derive
-from minloader._sampling.source import ItemReader, ItemSource
+from minloader._sampling.source import ItemSource
 
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
@@ -82,8 +82,8 @@ class Run(Iterator[Any]):
     def __init__(self, sampler: Any, epoch: int, start: RunState) -> None:
         self.sampler = sampler
         self.epoch = epoch
-        self._start = start
-        self._reading = sampler._read(epoch, start["source"])
+        self._reading = sampler._source.reader(epoch, start["source"])
+        self._start = start | {"source": self._reading.position()}
         self.batches: int = start["batches"]
         self.dropped: int = start["dropped"]
         self.touched = False
@@ -113,6 +113,14 @@ class Run(Iterator[Any]):
         """
         raise NotImplementedError
 
+    def counts(self) -> tuple[int, int]:
+        """Return how many batches a rank gets of the epoch, and how many samples none gets.
+
+        Raises:
+            TypeError: that is not known beforehand.
+        """
+        raise NotImplementedError
+
     def state(self) -> dict[str, Any] | None:
         """Return the sampler's state as of this run, whoever has begun another one since.
 
@@ -136,7 +144,7 @@ class Sampler(Resettable):
     _dealt_by: tuple[str, ...] = ("world_size",)
     _begin: type[Run]  # makes the batches of an epoch, from a RunState on
     sampler: Any = None  # what this one reads its items from
-    _source = ItemSource("nothing", 0)  # the same, or lazy lengths
+    _source: Any = ItemSource("nothing", 0)  # the same, or lazy lengths; of a mixture its parts
 
     def __init__(self, *, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
         self.shuffle = checked_bool("shuffle", shuffle)
@@ -166,8 +174,7 @@ class Sampler(Resettable):
         self.epoch = checked_int("epoch", epoch, 0)
         loaded = self._begins_at if self._run is None else None
         if loaded is None or loaded[0] != epoch:  # what was put back might begin anew
-            for source in self._sources():
-                source.set_epoch(epoch)
+            self._source.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         start = self._run_state()
@@ -176,8 +183,7 @@ class Sampler(Resettable):
         if start["between"]:
             start = start | NONE_GIVEN
         self._begins_at = (self.epoch, start)
-        source = self._source.begun(start["source"])
-        self._run = self._begin(self, self.epoch, start | {"source": source})
+        self._run = self._begin(self, self.epoch, start)
         return self._run
 
     def __len__(self) -> int:
@@ -208,7 +214,7 @@ class Sampler(Resettable):
 
     def _counts(self) -> tuple[int, int]:
         run_state = self._run_state()
-        expected = self._expected_counts(run_state)
+        expected = self._begin(self, self.epoch, run_state).counts()
         if run_state["between"] and run_state["batches"]:  # the epoch has ended
             return run_state["batches"], run_state["dropped"]
         return expected
@@ -269,38 +275,18 @@ class Sampler(Resettable):
                     "batches": until,
                     "world_size_history": [*history, [*former.values(), until]],
                 }
-        self._restore(epoch, start["source"])
+        self._source.restore(start["source"], epoch)
         self.epoch = epoch
         self._run = None
         self._begins_at = (epoch, start)
 
-    # --- what kinds of samplers have of their own
-
-    def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
-        """Return how many batches a rank gets of the epoch, and how many samples none gets.
-
-        Raises:
-            TypeError: that is not known.
-        """
-        raise NotImplementedError
+    # --- states
 
     def _beginning(self) -> RunState:
         """Return where an epoch begins if none before has left anything for it."""
         source = self._source.beginning()
         lists: RunState = {"world_size_history": [], "left": [], "source": source}
         return {"between": True, **NONE_GIVEN, "begun": 0, "errors": 0, **lists}
-
-    def _read(self, epoch: int, position: Any) -> Any:
-        """Return what reads items from a position in the source on."""
-        return ItemReader(self._source.of_epoch(position), epoch, position)
-
-    def _check_source(self, epoch: int, position: Any) -> None:
-        """Refuse a position in the source, from a state of an epoch."""
-        self._source.check(position)
-
-    def _restore(self, epoch: int, position: Any) -> None:
-        """Put inner samplers where a position that was checked has them."""
-        self._source.restore(position, epoch)
 
     def _history(self, run_state: RunState) -> list[list[Any]]:
         """Return the ``world_size_history``, with this world size at its end."""
@@ -311,22 +297,16 @@ class Sampler(Resettable):
         """Return what steps are dealt out by."""
         return {name: getattr(self, name) for name in self._dealt_by}
 
-    # --- states
-
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
         self._run = None
         self._begins_at = None
-        for source in self._sources():
-            source.forget()
-
-    def _sources(self) -> Sequence[ItemSource]:
-        """Return all that this one reads."""
-        return [self._source]
+        self._source.forget()
 
     def inner_samplers(self) -> list[Any]:
         """Return the samplers that this one reads."""
-        return [source.items for source in self._sources() if source.values is None]
+        samplers: list[Any] = self._source.samplers()
+        return samplers
 
     def _run_state(self) -> RunState:
         """Return where the present epoch is, or begins."""
@@ -363,7 +343,7 @@ class Sampler(Resettable):
         self._check_identity(state, allowed)
         self._check_run_state(state)
         try:
-            self._check_source(state["epoch"], state["source"])
+            self._source.check(state["source"], state["epoch"])
         except (LookupError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
         former = {name: state[name] for name in self._dealt_by}

@@ -18,9 +18,12 @@ from minloader._sampling.source import Indices, ItemSource, as_count, from_json,
 
 
 class StepRun(Run):
-    """The batches of an epoch: of what is left, and of what is read."""
+    """The batches of an epoch, which are pieces of steps.
 
-    def __init__(self, sampler: StepSampler, epoch: int, start: RunState) -> None:
+    A step takes ``batch_size`` items for each rank, first of what is left and then of what is read.
+    """
+
+    def __init__(self, sampler: Any, epoch: int, start: RunState) -> None:
         super().__init__(sampler, epoch, start)
         self._history = sampler._history(start)  # to be passed over
         self._begun = start["begun"]
@@ -33,6 +36,27 @@ class StepRun(Run):
             return run_state | {"source": self._reading.following()}
         numbers = {"begun": self._begun, "world_size_history": self._history[:-1]}
         return run_state | numbers | {"between": False, "source": self._reading.position()}
+
+    def counts(self) -> tuple[int, int]:
+        sampler = self.sampler
+        items = len(self._left) + self._num_unread()
+        batches = self._begun
+        for ranks, size, until in self._history:
+            items -= (until - batches) * ranks * (size or 1)
+            batches = until
+        more, rest = divmod(max(0, items), sampler.world_size * (sampler.batch_size or 1))
+        if sampler.last_batch == "keep" and rest >= sampler.world_size:
+            return batches + more + 1, 0
+        return batches + more, 0 if sampler.last_batch == "rollover" else rest
+
+    def _num_unread(self) -> int:
+        """Return how many items are to be read.
+
+        Raises:
+            TypeError: that is not known.
+        """
+        unread: int = self._reading.num_unread()
+        return unread
 
     def _next(self) -> Any:
         sampler = self.sampler
@@ -67,40 +91,7 @@ class StepRun(Run):
         return step
 
 
-class StepSampler(Sampler):
-    """A sampler whose batches are pieces of steps. A step takes ``batch_size`` items a rank."""
-
-    _dealt_by = ("world_size", "batch_size")
-    _begin: type[StepRun] = StepRun
-    last_batch = "keep"
-
-    def __init__(
-        self, batch_size: int | None, *, shuffle: bool, seed: int, rank: int, world_size: int
-    ) -> None:
-        super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
-        self.batch_size = None if batch_size is None else checked_int("batch_size", batch_size, 1)
-
-    def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
-        items = len(run_state["left"]) + self._num_unread(run_state["source"])
-        batches = run_state["begun"]
-        for ranks, size, until in self._history(run_state):
-            items -= (until - batches) * ranks * (size or 1)
-            batches = until
-        more, rest = divmod(max(0, items), self.world_size * (self.batch_size or 1))
-        if self.last_batch == "keep" and rest >= self.world_size:
-            return batches + more + 1, 0
-        return batches + more, 0 if self.last_batch == "rollover" else rest
-
-    def _num_unread(self, position: Any) -> int:
-        """Return how many items are to be read from a position in the source on.
-
-        Raises:
-            TypeError: that is not known.
-        """
-        return max(0, len(self._source.of_epoch(position)) - int(position[0]))
-
-
-class BatchSampler(StepSampler):
+class BatchSampler(Sampler):
     """Batches of a fixed number of indices.
 
     Runs in the process that iterates it, normally the parent. Any number of samples takes the same
@@ -132,6 +123,8 @@ class BatchSampler(StepSampler):
     """
 
     _arguments = ("n", "batch_size", "shuffle", "last_batch")
+    _dealt_by = ("world_size", "batch_size")
+    _begin = StepRun
 
     def __init__(
         self,
@@ -143,7 +136,8 @@ class BatchSampler(StepSampler):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        self.batch_size = None if batch_size is None else checked_int("batch_size", batch_size, 1)
         if isinstance(n_or_sampler, str):
             raise TypeError(
                 "n_or_sampler must be a number of samples or an iterable of indices, got the "

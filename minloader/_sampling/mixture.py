@@ -17,8 +17,8 @@ from typing import Any, Literal
 from minloader._arguments import as_float, checked_choice, checked_int
 from minloader._formats import brief_repr
 from minloader._protocols import has_getitem, is_array_like
-from minloader._sampling.base import RunState
-from minloader._sampling.batch import StepRun, StepSampler
+from minloader._sampling.base import Sampler
+from minloader._sampling.batch import StepRun
 from minloader._sampling.lengths import LookUp, look_up
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import (
@@ -125,10 +125,10 @@ class Draws:
         self._due: list[int] = list(start["due"])
         self._longest: int = start["longest"]
         self._passes: list[int] = [number for number, _ in start["parts"]]
-        self._readings = [self._read(n, position) for n, (_, position) in enumerate(start["parts"])]
+        self.readings = [self._read(n, position) for n, (_, position) in enumerate(start["parts"])]
 
     def _read(self, part: int, position: ReadPosition) -> ItemReader:
-        return ItemReader(self._parts[part], self._epoch + self._passes[part] * PASS, position)
+        return self._parts[part].reader(self._epoch + self._passes[part] * PASS, position)
 
     @staticmethod
     def beginning(positions: Sequence[ReadPosition]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Draws:
 
     def position(self) -> dict[str, Any]:
         """Return what another run goes on from."""
-        positions = [reading.position() for reading in self._readings]
+        positions = [reading.position() for reading in self.readings]
         return {
             "step": self._step,
             "weights": list(self._weights),
@@ -149,7 +149,7 @@ class Draws:
 
     def following(self) -> dict[str, Any]:
         """Return what another epoch goes on from, after this one has ended."""
-        return self.beginning([reading.following() for reading in self._readings])
+        return self.beginning([reading.following() for reading in self.readings])
 
     def weigh(self, step: int, weights: Sequence[float]) -> None:
         """Have the next draws follow the weights of a step."""
@@ -182,7 +182,7 @@ class Draws:
         """Return the next item of a part, in a list, or an empty one if it has ended."""
         items: list[Any] = []
         while not items:
-            reading = self._readings[part]
+            reading = self.readings[part]
             reading.add_to(items, 1)
             if items or self._stop != "never":
                 break
@@ -196,7 +196,7 @@ class Draws:
             if is_of_end and read:  # else it could not be begun, and is to be now
                 self._passes[part] += 1
                 position = reading.following()
-            self._readings[part] = self._read(part, position)
+            self.readings[part] = self._read(part, position)
         return items
 
     def _length(self, draw: tuple[int, Any]) -> int:
@@ -243,7 +243,7 @@ class Draws:
 
     def _compute_shares(self) -> None:
         """Divide the next draws by weight between the parts that have not ended."""
-        ended = [reading.is_ended for reading in self._readings]
+        ended = [reading.is_ended for reading in self.readings]
         is_at_end = self._stop == "first" and any(ended)
         pairs = zip(self._weights, ended, strict=True)
         weights = [Fraction(0 if is_at_end or is_out else weight) for weight, is_out in pairs]
@@ -253,13 +253,88 @@ class Draws:
             self._shares[weights.index(max(weights))] += UNIT - sum(self._shares)
 
 
+class Parts:
+    """What a mixture reads: several sources, as if they were one.
+
+    Args:
+        mixture: the sampler, which says how much of each is drawn.
+        sources: of the parts.
+    """
+
+    def __init__(self, mixture: MixtureSampler, sources: Sequence[ItemSource]) -> None:
+        self._mixture = mixture
+        self.sources = sources
+
+    def set_epoch(self, epoch: int) -> None:
+        for source in self.sources:
+            source.set_epoch(epoch)
+
+    def forget(self) -> None:
+        for source in self.sources:
+            source.forget()
+
+    def samplers(self) -> list[Any]:
+        return [sampler for source in self.sources for sampler in source.samplers()]
+
+    def beginning(self) -> dict[str, Any]:
+        return Draws.beginning([source.beginning() for source in self.sources])
+
+    def reader(self, epoch: int, position: dict[str, Any]) -> Draws:
+        mixture = self._mixture
+        return Draws(
+            epoch,
+            parts=self.sources,
+            stop=mixture.stop,
+            length_of=mixture._length_of,
+            start=position,
+        )
+
+    def check(self, position: Any, epoch: int) -> None:
+        parts = position.get("parts") if isinstance(position, dict) else None
+        if (
+            not isinstance(parts, list | tuple)
+            or len(parts) != len(self.sources)
+            or any(not isinstance(part, list | tuple) or len(part) != 2 for part in parts)
+        ):
+            raise ValueError(f"source must be draws from all parts, got {brief_repr(position)}")
+        due = position["due"]
+        if not isinstance(due, list | tuple) or [type(each) for each in due] != [int] * len(parts):
+            raise ValueError(f"due must be an int for each part, got {brief_repr(due)}")
+        checked_int("longest", position["longest"], 1)
+        step = position["step"]
+        weights = position["weights"]
+        now = self._mixture.weights_at(epoch, step) if weights else weights
+        if now != weights:
+            raise ValueError(
+                f"weights of step {step} are {now}, but the state is of weights {weights}; give "
+                "those it had then, or a function that returns others from a later step on"
+            )
+        for source, (passes, at) in zip(self.sources, parts, strict=True):
+            checked_int(f"passes of {source.name}", passes, 0)
+            source.check(at)
+
+    def restore(self, position: dict[str, Any], epoch: int) -> None:
+        for source, (passes, at) in zip(self.sources, position["parts"], strict=True):
+            source.restore(at, epoch + passes * PASS)
+
+
 class _MixtureRun(StepRun):
+    def _num_unread(self) -> int:
+        weights = self.sampler.weights
+        if self.sampler.stop != "last" or callable(weights):
+            raise TypeError(
+                "the number of draws is not known beforehand; it is with stop='last', and weights "
+                "that are no function"
+            )
+        weighted = zip(self._reading.readings, weights, strict=True)
+        return sum(reading.num_unread() for reading, weight in weighted if weight)
+
     def _step(self, ranks: int, size: int | None) -> list[Any]:
-        self._reading.weigh(self._begun, self.sampler._weights_at(self.epoch, self._begun))
+        self._reading.weigh(self._begun, self.sampler.weights_at(self.epoch, self._begun))
         return super()._step(ranks, size)
 
 
-class MixtureSampler(StepSampler):
+class MixtureSampler(Sampler):
     """Draws from several samplers or datasets by weight.
 
     Runs in the process that iterates it, normally the parent. It yields ``(part, index)``, as
@@ -306,7 +381,9 @@ class MixtureSampler(StepSampler):
     """
 
     _arguments = ("parts", "batch_size", "stop", "shuffle", "by_length")
+    _dealt_by = ("world_size", "batch_size")
     _begin = _MixtureRun
+    last_batch = "keep"
 
     def __init__(
         self,
@@ -320,19 +397,21 @@ class MixtureSampler(StepSampler):
         world_size: int = 1,
         lengths: LookUp | Callable[[Any], float] | None = None,
     ) -> None:
-        super().__init__(batch_size, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        super().__init__(shuffle=shuffle, seed=seed, rank=rank, world_size=world_size)
+        self.batch_size = None if batch_size is None else checked_int("batch_size", batch_size, 1)
         if not isinstance(parts, Iterable) or isinstance(parts, Mapping):
             raise TypeError(f"parts must be a list of parts, got {brief_repr(parts)}")
-        self._parts = [
+        sources = [
             source_of(n, part, partial(self._order_of, n) if self.shuffle else None)
             for n, part in enumerate(parts)
         ]
-        if not self._parts:
+        if not sources:
             raise ValueError("parts must be at least one, got none")
-        self.parts = [None if isinstance(p.items, Iterable) else len(p) for p in self._parts]
+        self._source = Parts(self, sources)
+        self.parts = [None if isinstance(p.items, Iterable) else len(p) for p in sources]
         self.weights = weights
         if not callable(weights):
-            self.weights = checked_weights("weights", weights, len(self._parts))
+            self.weights = checked_weights("weights", weights, len(sources))
         self.stop = checked_choice("stop", stop, ("first", "last", "never"))
         self.by_length = lengths is not None
         self._length_of = None if lengths is None else look_up(lengths)
@@ -341,58 +420,9 @@ class MixtureSampler(StepSampler):
         """Return what an epoch of a part is shuffled by."""
         return derive("part", self.seed, part, epoch)
 
-    def _weights_at(self, epoch: int, step: int) -> Sequence[float]:
+    def weights_at(self, epoch: int, step: int) -> Sequence[float]:
         """Return the weights of a step."""
         if not callable(self.weights):
             return self.weights
         weights = self.weights(epoch, step)
-        return checked_weights(f"weights({epoch}, {step})", weights, len(self._parts))
-
-    def _sources(self) -> Sequence[ItemSource]:
-        return self._parts
-
-    def _beginning(self) -> RunState:
-        positions = [part.beginning() for part in self._parts]
-        return super()._beginning() | {"source": Draws.beginning(positions)}
-
-    def _read(self, epoch: int, position: dict[str, Any]) -> Draws:
-        return Draws(
-            epoch, parts=self._parts, stop=self.stop, length_of=self._length_of, start=position
-        )
-
-    def _num_unread(self, position: dict[str, Any]) -> int:
-        if self.stop != "last" or callable(self.weights):
-            raise TypeError(
-                "the number of draws is not known beforehand; it is with stop='last', and weights "
-                "that are no function"
-            )
-        weighted = zip(self._parts, self.weights, position["parts"], strict=True)
-        return sum(max(0, len(part) - at[0]) for part, weight, (_, at) in weighted if weight)
-
-    def _check_source(self, epoch: int, position: Any) -> None:
-        parts = position.get("parts") if isinstance(position, dict) else None
-        if (
-            not isinstance(parts, list | tuple)
-            or len(parts) != len(self._parts)
-            or any(not isinstance(part, list | tuple) or len(part) != 2 for part in parts)
-        ):
-            raise ValueError(f"source must be draws from all parts, got {brief_repr(position)}")
-        due = position["due"]
-        if not isinstance(due, list | tuple) or [type(each) for each in due] != [int] * len(parts):
-            raise ValueError(f"due must be an int for each part, got {brief_repr(due)}")
-        checked_int("longest", position["longest"], 1)
-        step = position["step"]
-        weights = position["weights"]
-        now = self._weights_at(epoch, step) if weights else weights
-        if now != weights:
-            raise ValueError(
-                f"weights of step {step} are {now}, but the state is of weights {weights}; give "
-                "those it had then, or a function that returns others from a later step on"
-            )
-        for part, (passes, at) in zip(self._parts, parts, strict=True):
-            checked_int(f"passes of {part.name}", passes, 0)
-            part.check(at)
-
-    def _restore(self, epoch: int, position: dict[str, Any]) -> None:
-        for part, (number, at) in zip(self._parts, position["parts"], strict=True):
-            part.restore(at, epoch + number * PASS)
+        return checked_weights(f"weights({epoch}, {step})", weights, len(self.parts))

@@ -120,19 +120,19 @@ class ItemSource(Source):
     def state(self, iterator: Any = None, pass_number: int | None = None) -> Any:
         return super().state(iterator, pass_number) if self.values is None else self.size
 
-    def of_epoch(self, position: ReadPosition) -> ItemSource:
-        """Return what an epoch reads that is at a position: one that keeps its size."""
+    def samplers(self) -> list[Any]:
+        """Return the sampler that is read, in a list, if it is one."""
+        return [self.items] if self.values is None else []
+
+    def reader(self, epoch: int, position: ReadPosition) -> ItemReader:
+        """Return what reads the items of an epoch from a position on."""
         if not isinstance(self.items, Indices):
-            return self
-        size = len(self) if position[1] is None else position[1]
+            return ItemReader(self, epoch, position)
+        read, known, is_of_end = position
+        size = len(self) if known is None else known  # an epoch keeps the number it began with
         source = ItemSource(self.name, size, self._order)
         source.size = size
-        return source
-
-    def begun(self, position: ReadPosition) -> ReadPosition:
-        """Return a position where an epoch begins, or goes on, with the size that it keeps."""
-        size = self.of_epoch(position).size
-        return position if size is None else [position[0], size, position[2]]
+        return ItemReader(source, epoch, [read, size, is_of_end])
 
     def beginning(self) -> list[Any]:
         """Return where an epoch begins if none before has left anything for it."""
@@ -141,8 +141,12 @@ class ItemSource(Source):
         state = self.state_before()  # nobody can tell it the epoch; and ours may read such a one
         return BEGINNING if state is None else [0, state, True]
 
-    def check(self, position: ReadPosition) -> None:
+    def check(self, position: ReadPosition, epoch: int = 0) -> None:
         """Refuse a position that was loaded and does not fit; a sampler of ours says what differs.
+
+        Args:
+            position: where it was read.
+            epoch: that it was read for, by which a mixture weighs its parts.
 
         Raises:
             ValueError: it cannot be put there.
@@ -231,6 +235,14 @@ class ItemReader(Reader):
             state = source.state_before()  # nobody can tell it the epoch again
             self.known = SourceState(0, state)
             self._known_position = [0, state, state is not None]
+
+    def num_unread(self) -> int:
+        """Return how many items are to be read.
+
+        Raises:
+            TypeError: that is not known.
+        """
+        return max(0, len(self.source) - self.next)
 
     def add_to(self, into: list[Any], most: int) -> None:
         """Add the next items to a list, fewer where the epoch ends.

@@ -241,12 +241,6 @@ class WindowSampler(Sampler):
             digest.update(self._all.samples.data)
         self.lengths = digest.hexdigest()
 
-    def _expected_counts(self, run_state: RunState) -> tuple[int, int]:
-        if self._all is None:
-            raise TypeError("what is batched is read lazily, so the number of batches is not known")
-        planned = self._plan_window(self._all, self.epoch, run_state)
-        return planned.batches_after, planned.dropped
-
     # --- what samplers of this kind must have
 
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
@@ -478,15 +472,15 @@ class _WindowRun(Run):
         numbers = {"batches": self.batches, "dropped": self.dropped, "errors": errors}
         return self._start | numbers | {"between": self.ended}
 
-    def length(self) -> int:
-        """Return the number of batches of the epoch, of lengths that are all known."""
+    def counts(self) -> tuple[int, int]:
+        if self.sampler._all is None:
+            raise TypeError("what is batched is read lazily, so the number of batches is not known")
         if self.ended:
-            return self.batches
-        assert self._window is not None
+            return self.batches, self.dropped
         planned = self._planned
         if planned is None:
             planned = self.sampler._plan_window(self._window, self.epoch, self._start)
-        return planned.batches_after
+        return planned.batches_after, planned.dropped
 
     def _next(self) -> list[Any]:
         while True:
