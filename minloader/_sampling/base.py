@@ -31,7 +31,7 @@ from typing import Any
 from minloader._arguments import checked_bool, checked_choice, checked_int
 from minloader._formats import brief_repr
 from minloader._protocols import state_of
-from minloader._sampling.ranks import with_inner
+from minloader._sampling.ranks import MOST_RANKS, with_inner
 from minloader._sampling.reader import Resettable
 from minloader._sampling.seeding import derive
 from minloader._sampling.source import ItemSource
@@ -39,9 +39,6 @@ from minloader._sampling.source import ItemSource
 VERSION = 1
 """Version of the states. To be raised whenever the same arguments lead to another order, or a
 state gets another entry."""
-
-MOST_RANKS = 1 << 20
-"""More than the processes that any training has; each has its part of what is planned."""
 
 RunState = dict[str, Any]
 """Where in an epoch a run is, as plain values, which nobody changes:
@@ -268,13 +265,9 @@ class Sampler(Resettable):
         else:
             epoch = state["epoch"]
         if former and not start["between"]:
-            until = start["batches"] + more
-            history = start["world_size_history"]
-            if until > (history[-1][-1] if history else start["begun"]):
-                start |= {
-                    "batches": until,
-                    "world_size_history": [*history, [*former.values(), until]],
-                }
+            from minloader._sampling.dealt import anew
+
+            start = anew(start, former, more)
         self._source.restore(start["source"], epoch)
         self.epoch = epoch
         self._run = None
@@ -290,12 +283,8 @@ class Sampler(Resettable):
 
     def _history(self, run_state: RunState) -> list[list[Any]]:
         """Return the ``world_size_history``, with this world size at its end."""
-        own = self._limits().values()
+        own = [getattr(self, name) for name in self._dealt_by]
         return [*run_state["world_size_history"], [*own, run_state["batches"]]]
-
-    def _limits(self) -> dict[str, Any]:
-        """Return what steps are dealt out by."""
-        return {name: getattr(self, name) for name in self._dealt_by}
 
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
@@ -336,41 +325,36 @@ class Sampler(Resettable):
             checked_choice("allow", name, self._dealt_by)
         return names
 
-    def _checked(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    def _checked(self, state: Any, allowed: Sequence[str]) -> list[Any]:
         """Refuse what is no state of such a sampler; return what another one was dealt out by."""
         if not isinstance(state, dict):
             raise TypeError(f"state must be a dict from state_dict(), got {brief_repr(state)}")
-        self._check_identity(state, allowed)
+        self._check_identity(state)
         self._check_run_state(state)
+        own = {name: getattr(self, name) for name in self._dealt_by}
+        former = [state[name] for name in own]
+        is_dealt_anew = former != [*own.values()]
+        if is_dealt_anew or state["world_size_history"]:
+            from minloader._sampling.dealt import check  # few states need it
+
+            check(own, state, allowed)
         try:
             self._source.check(state["source"], state["epoch"])
         except (LookupError, AttributeError) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(state)}") from error
-        former = {name: state[name] for name in self._dealt_by}
-        self._check_limits(former.values())
-        return {} if former == self._limits() else former
+        return former if is_dealt_anew else []
 
-    def _check_limits(self, values: Iterable[Any]) -> None:
-        """Refuse what steps cannot have been dealt out by where a state is from."""
-        for name, value in zip(self._dealt_by, values, strict=False):
-            if name == "world_size":
-                checked_int(name, value, 1, MOST_RANKS)
-            elif not (isinstance(value, float) and name.startswith("max_") and value > 0):
-                checked_int(name, 1 if value is None else value, 1, sys.maxsize)
-
-    def _check_identity(self, state: dict[str, Any], allowed: Sequence[str]) -> None:
-        """Refuse a state of a sampler with another order, but for what is allowed."""
+    def _check_identity(self, state: dict[str, Any]) -> None:
+        """Refuse a state of a sampler with another order, whatever that was dealt out by."""
         identity = self._identity()
         for name in (*identity, "epoch", *self._beginning()):
             if name not in state:
                 raise ValueError(
                     f"the state has no {name!r}, so it is not from this kind of sampler"
                 )
-        others = [name for name in identity if state[name] != identity[name]]
-        fixed = [name for name in others if name not in self._dealt_by]
-        refused = [name for name in others if name not in ("world_size", *allowed)]
-        # What else is another may follow from the first, as a digest of lengths from their number.
-        for name in fixed[:1]:
+        for name in identity:
+            if name in self._dealt_by or state[name] == identity[name]:
+                continue
             label = "n, the number of samples," if name == "n" else name
             former = state[name]
             difference = f"{label} is {identity[name]!r}, but the state is of {name} {former!r}"
@@ -380,14 +364,6 @@ class Sampler(Resettable):
                 f"{difference}; give the dataset and the arguments of the sampler that there were "
                 "then, or start anew without the state"
             )
-        if refused:
-            present = [f"{name} is {identity[name]!r}" for name in refused]
-            in_state = [f"{name} {state[name]!r}" for name in refused]
-            raise ValueError(
-                f"{' and '.join(present)}, but the state is of {' and '.join(in_state)}; make the "
-                "sampler with that; if the state is of a minloader.Loader, its load_state_dict "
-                f"can be given allow={refused}, which deals out anew what was not given"
-            )
 
     def _check_run_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that is no RunState."""
@@ -396,23 +372,11 @@ class Sampler(Resettable):
         for name in ("world_size_history", "left"):
             if not isinstance(state[name], list | tuple):
                 raise ValueError(f"{name} must be a list, got {brief_repr(state[name])}")
-        width = len(self._dealt_by) + 1
-        for part in state["world_size_history"]:
-            if (
-                not isinstance(part, list | tuple)
-                or len(part) != width
-                or type(part[-1]) is not int
-            ):
-                raise ValueError(
-                    "world_size_history must be parts of an epoch, got "
-                    f"{brief_repr(state['world_size_history'])}"
-                )
-            self._check_limits(part)
         checked_bool("between", state["between"])
-        until = [part[-1] for part in state["world_size_history"]]
-        numbers = [state["begun"], *until, 0 if state["between"] else state["batches"]]
-        if numbers != sorted(numbers):
-            raise ValueError(f"batches must be given one after another, got {brief_repr(numbers)}")
+        begun = state["begun"]
+        batches = 0 if state["between"] else state["batches"]
+        if begun > batches:
+            raise ValueError(f"begun must be at most {batches}, got {begun}")
 
     def _derive(self, *case: int) -> int:
         """Return what an epoch, or a part of it, is shuffled by: the numbers say which."""

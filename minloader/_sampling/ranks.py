@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 from minloader._sampling.reader import Resettable
 
+MOST_RANKS = 1 << 20
+"""More than the processes that any training has; each has its part of what is planned."""
+
 
 def with_inner(sampler: Any) -> list[Any]:
     """Return a sampler, and the samplers that it reads, as far as it shows them."""

@@ -82,7 +82,7 @@ class Resettable:
     _run: Any = None
     _begins_at: Any = None
 
-    def _checked(self, state: Any, allowed: Sequence[str]) -> dict[str, Any]:
+    def _checked(self, state: Any, allowed: Sequence[str]) -> list[Any]:
         """Refuse what is no state of such a sampler."""
         raise NotImplementedError
 
