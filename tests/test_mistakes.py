@@ -6,13 +6,14 @@ import bdb
 import copy
 import inspect
 import pickle
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -775,6 +776,41 @@ def test_shards_that_are_the_same_are_told_once(caplog, stream, num_workers, mes
             list(loader)
     text = "shards 0 and 1 of the stream begin with the same batch: unless that is chance, each of"
     assert [message.startswith(text) for message in caplog.messages] == [True] * messages
+
+
+class Rung:
+    """A sample within whose comparison a time limit is up, once."""
+
+    rings: ClassVar[list[int]] = []
+
+    def __reduce__(self) -> Any:
+        if self.rings:
+            signal.raise_signal(self.rings.pop())
+        return Rung, ()
+
+
+class Rungs:
+    """A stream of them, all of it in each shard."""
+
+    def __iter__(self) -> Any:
+        return iter([Rung(), Rung()])
+
+
+def test_a_time_limit_is_not_taken_for_shards_that_cannot_be_compared(caplog):
+    def ring(signum: int, frame: Any) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, ring)
+    try:
+        with Loader(Rungs(), num_workers=2, executor="thread") as loader:
+            batches = iter(loader)
+            Rung.rings.append(signal.SIGALRM)
+            with pytest.raises(TimeoutError):
+                next(batches)
+            assert len(list(batches)) == 4
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    assert len([message for message in caplog.messages if "the same batch" in message]) == 1
 
 
 def test_what_on_error_gives_is_not_what_a_shard_begins_with(caplog):

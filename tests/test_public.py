@@ -204,6 +204,7 @@ HANGING = {
     "_foreign": "Loader(loaded, [0], executor=ThreadPoolExecutor(1))",
     "_worker.torch_conventions": "Loader(with_torch, [0])",
     "_worker.fingerprint": "Loader(Stream())",
+    "_diagnosis.shard_watch": "Loader(Stream(), num_workers=2)",
     "_worker.processor_time": "Loader(loaded, [0], trace='trace.json')",
     "_worker.long_start": "examined()",
 }
@@ -212,7 +213,7 @@ HANGING = {
 WITHOUT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from minloader import Loader
+from minloader import Loader, get_worker_info
 
 
 def loaded(item):
@@ -233,7 +234,7 @@ def examined():
 
 class Stream:
     def __iter__(self):
-        yield 0
+        yield get_worker_info().id
         yield loaded(0)
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minloader._epochs import failures
 from minloader._epochs.counters import track_of
@@ -31,7 +31,6 @@ from minloader._epochs.lane import MISSING, Coming, Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Ordinals, Position, deliver
 from minloader._epochs.shard_feed import ShardFeed
-from minloader._epochs.shard_watch import ShardWatch
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP, BatchError, breaks_in
 from minloader._formats import counted
@@ -42,6 +41,9 @@ from minloader._pools.ticket import Bell
 from minloader._sampling.reader import SourceState
 from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Failure
+
+if TYPE_CHECKING:
+    from minloader._diagnosis.shard_watch import ShardWatch
 
 TURN = attrgetter("delivered")
 """By which lanes take turns: the least comes first, and of equals the lowest number."""
@@ -117,7 +119,9 @@ class Epoch:
         self._compares = False  # whether batches of shards are to be compared yet
         self.failures = Failures(shared, start)
         self.begin_at(start, (), follows)
-        if self.is_stream:
+        if self.is_stream and len(self.lanes) > 1:
+            from minloader._diagnosis.shard_watch import ShardWatch  # other epochs have none
+
             compares = not self.has_given
             self._shard_watch = ShardWatch(len(self.lanes), shared, compares=compares)
             self._compares = not self._shard_watch.is_done

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 
 MOST_LEAVES = 1_000
@@ -145,6 +146,8 @@ def _digest(value: Any, fast: bool = True) -> bytes:
     hashed = _Hashed(fast)
     try:
         hashed.dump(value)
-    except Exception:  # it leads back to itself, which needs the memo; or it cannot be pickled
+    except Exception as error:  # it leads back to itself, which needs the memo; or has no pickle
+        if breaks_in(error):
+            raise
         return _digest(value, False) if fast else _kind(value).encode()
     return hashed.digest.digest()

@@ -1,4 +1,4 @@
-"""Says in the log, once, what looks wrong with the shards of a stream."""
+"""Says in the log, once, what looks wrong with the shards of a stream that has several."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
+from minloader._errors import breaks_in
+from minloader._sampling.leaves import first_leaves
 
 logger = logging.getLogger("minloader")
 
@@ -15,7 +17,7 @@ class ShardWatch:
     """Compares the first batches of two shards, and counts those that gave nothing.
 
     Args:
-        total: number of shards.
+        total: number of shards, above 1.
         shared: what the loader's epochs share: it knows what was said before.
         compares: whether each shard begins, so that their first batches can be compared.
     """
@@ -23,7 +25,7 @@ class ShardWatch:
     def __init__(self, total: int, shared: Shared, *, compares: bool) -> None:
         self._total = total
         self._shared = shared
-        if total == 1 or not compares:
+        if not compares:
             shared.logged.add("compared")
         # Shard and beginning of the first batch.
         self._first: tuple[int, dict[str, Any]] | None = None
@@ -37,11 +39,11 @@ class ShardWatch:
         """Compare the first batches of two shards: alike, each shard is all of the data."""
         shard = lane.feed.shard
         leaves: dict[str, Any] = {}
-        from minloader._sampling.leaves import first_leaves  # only streams of several shards do
-
         try:
             leaves = first_leaves(batch)
         except Exception as error:  # of the user's own objects; the batch matters more
+            if breaks_in(error):
+                raise
             logger.debug("a batch cannot be compared: %r", error)
         first = self._first
         self._first = (shard, leaves)
