@@ -19,7 +19,7 @@ import pytest
 from conftest import eventually, in_a_fork, require, variants
 
 from minloader import SKIP, BatchError, BatchTimeout, Loader, concurrent, get_worker_info
-from minloader._worker.batch_maker import BatchMaker
+from minloader._worker.early_reads import EarlyReads
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -192,14 +192,15 @@ def note_made(samples: list[int]) -> list[int]:
 
 def read_first(info: Any) -> None:
     """Has the samples of a task read before it is made, as a busy machine may."""
-    begin = BatchMaker.begin_reading
+    take = EarlyReads.take
 
-    def begin_and_wait(*args: Any) -> Any:
-        reads = begin(*args)
-        wait(itertools.chain.from_iterable(reads))
+    def take_read(*args: Any) -> Any:
+        reads = take(*args)
+        for lists in reads:
+            wait(itertools.chain.from_iterable(lists))
         return reads
 
-    BatchMaker.begin_reading = begin_and_wait  # type: ignore[method-assign]
+    EarlyReads.take = take_read  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("init", [None, read_first])

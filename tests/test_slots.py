@@ -52,6 +52,7 @@ from minloader._worker import run as worker
 from minloader._worker.environment import PackingEnvironment
 from minloader._worker.messages import Failure, Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.stream_worker import make_worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -326,7 +327,7 @@ def test_nothing_accumulates():
 
 def packing_worker(job: Job) -> Worker:
     info = WorkerInfo(0, 1, os.getpid(), 0)
-    return Worker(job, info, PackingEnvironment(BatchPacker()))
+    return make_worker(job, info, PackingEnvironment(BatchPacker()))
 
 
 @pytest.fixture

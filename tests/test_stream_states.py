@@ -137,7 +137,7 @@ def test_an_error_that_was_interrupted_on_its_way_comes_again(stream, error):
             batches = iter(loader)
             given = list(islice(batches, 4))
             try:
-                interrupted(partial(next, batches), place, f"{OURS}/_worker/run.py")
+                interrupted(partial(next, batches), place, f"{OURS}/_worker/stream_worker.py")
             except (ValueError, BatchError):  # there are fewer places
                 break
             failure, *others = outcomes(batches)

@@ -59,7 +59,7 @@ from minloader._worker.messages import (
     TaskMessage,
     WorkerInfo,
 )
-from minloader._worker.run import Worker
+from minloader._worker.stream_worker import make_worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -390,7 +390,7 @@ def test_a_stream_that_cannot_be_gone_on_with():
         state = loader.state_dict()
     with Loader(BrokenStream(), num_workers=0) as loader:
         loader.load_state_dict(state)
-        with pytest.raises(RuntimeError, match="failed in batch 0 when shard 0") as caught:
+        with pytest.raises(RuntimeError, match="has failed when shard 0") as caught:
             next(iter(loader))
         cause = caught.value.__cause__
         assert isinstance(cause, OSError) or "no such disk" in str(cause)
@@ -473,7 +473,7 @@ def test_a_state_of_a_stream_that_leads_nowhere_is_told(at):
         pass_number=1,
         follows=None,
     )
-    worker = Worker(
+    worker = make_worker(
         Job(Misleading(30), options=JobOptions(is_stream=True)),
         WorkerInfo(0, 1, os.getpid(), 0),
         Environment(),
@@ -515,7 +515,7 @@ def test_a_task_beyond_the_end_that_comes_first(stream, known, error):
         id=0, total=1, first=12, at=0, state=None, check=check, pass_number=1, follows=None
     )
     job = Job(stream(10), options=JobOptions(is_stream=True))
-    worker = Worker(job, WorkerInfo(0, 1, os.getpid(), 0), Environment())
+    worker = make_worker(job, WorkerInfo(0, 1, os.getpid(), 0), Environment())
     reply = worker.run(TaskMessage(12, 0, [0] * 4, shard=shard))
     assert reply.shard is not None
     assert reply.shard.ended

@@ -18,7 +18,7 @@ from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
 from minloader._sampling.reader import Check, SourceState, pass_numbers
 from minloader._worker.messages import Failure, Reply, Shard
-from minloader._worker.run import READING, READING_ON
+from minloader._worker.stream_worker import READING, READING_ON
 
 logger = logging.getLogger("minloader")
 

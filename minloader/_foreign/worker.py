@@ -28,6 +28,7 @@ from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
 from minloader._worker.messages import Failure, Job, Reply, TaskMessage, Unready, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.stream_worker import make_worker
 
 
 class JobReference(NamedTuple):
@@ -149,7 +150,7 @@ class _Loaded:
             worker: Worker | None = getattr(self.store, "worker", None)
             if worker is None or worker.info.seed != reference.seed:
                 info = WorkerInfo(-1, reference.num_workers, os.getpid(), reference.seed)
-                worker = self.store.worker = Worker(self.job, info, self.make_environment())
+                worker = self.store.worker = make_worker(self.job, info, self.make_environment())
                 worker.id = next(self.ids)
             worker.info.num_workers = reference.num_workers
             return worker

@@ -24,6 +24,7 @@ from minloader._worker.environment import InlineEnvironment
 from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import in_turn
+from minloader._worker.stream_worker import make_worker
 
 logger = logging.getLogger("minloader")
 
@@ -239,12 +240,12 @@ class InlinePool(Pool):
     def _run(self, task: TaskMessage) -> Reply:
         if self._worker is None:
             environment = InlineEnvironment(is_stream=self.job.options.is_stream)
-            self._worker = Worker(self.job, replace(self.infos[0]), environment)
+            self._worker = make_worker(self.job, replace(self.infos[0]), environment)
         return self._worker.run(task)
 
     def replace_workers(self) -> None:
         if self._worker is not None:
-            in_turn(self._worker.readers.rewind)  # those that come are sent the user's own object
+            in_turn(self._worker.rewind)  # those that come are sent the user's own object
 
     def end(self, deadline: float) -> None:
         super().end(deadline)

@@ -19,6 +19,7 @@ from minloader._protocols import snapshot
 from minloader._worker.environment import Environment
 from minloader._worker.messages import Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
+from minloader._worker.stream_worker import make_worker
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -121,7 +122,7 @@ def _make_batches(
             if ticket.is_dropped or ticket.is_done:
                 continue
             if worker is None:
-                worker = Worker(job, info, Environment())
+                worker = make_worker(job, info, Environment())
             ticket.finish(worker.run(ticket.task))
         except BaseException as error:  # sys.exit() in a dataset: the consumer's to see
             ticket.fail(error)

@@ -353,12 +353,12 @@ class Reader:
         if self.iterator is None or self.is_torn:
             self._open()
         failed = 0
-        failure: Exception | None = None
+        failure: BaseException | None = None
         while self._here < self.next and not self.is_ended:
             try:
                 self._draw(self._most_to_pass())
                 failed = 0
-            except Exception as error:
+            except BaseException as error:
                 if self._ends_program(error):
                     raise
                 failed += 1

@@ -16,12 +16,10 @@ from minloader._protocols import (
     checked_rows,
     checked_samples,
     has_getitems,
-    reader_of,
 )
 from minloader._worker.messages import (
     NO_SAMPLE,
     Job,
-    WorkerInfo,
     current_batch,
     current_info,
 )
@@ -29,69 +27,44 @@ from minloader._worker.messages import (
 OnSampleError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
-@dataclass
-class Counts:
-    """What is counted while the batches of a task are made.
-
-    Attributes:
-        transform_seconds: spent in the loader's ``transform``.
-        collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
-        skipped: samples that were left out.
-    """
-
-    transform_seconds: float = 0.0
-    collate_seconds: float = 0.0
-    skipped: int = 0
-
-
-@dataclass
+@dataclass(slots=True, eq=False, repr=False)
 class BatchMaker:
-    """Makes batches in one worker, one at a time.
+    """Makes the batches of one task, one at a time, and is thrown away.
 
     Attributes:
         job: what to make them from.
+        read: reads a sample of the dataset.
         turn_to: called with the index of each sample before the user's code makes it.
         sample_cell: its one element is set to the number of that sample in its item, -1 for none.
             It may be shared memory: who finds this worker stuck or dead reads it.
         begin_alone: called with these numbers, before each sample of a batch that its worker died
             with; it raises the error that stands for a sample that took workers along. None: the
             batch is made as ever.
-        counts: of the task.
+        item: index of the item that it has come to.
+        early_reads: the futures of the samples of the item, list by list, where they are read
+            already.
         failing: the index of the sample that has just raised an error, in a tuple; () if it is not
             known.
-        errors: the index of each sample that failed and was left out, or replaced, as in
-            ``failing``, and its error in words; since it was emptied.
-        early_reads: the futures of the samples of the item, list by list, where they are read
-            already; or the error of that.
+        errors: of each sample that failed and was left out, or replaced: of which item, its index
+            as in ``failing``, and the error in words.
+        transform_seconds: spent in the loader's ``transform``.
+        collate_seconds: spent in its ``collate_fn``. Most of the rest is the dataset's.
+        skipped: samples that were left out.
     """
 
     job: Job
+    read: Callable[[Any], Any]
     turn_to: Callable[..., None]
     sample_cell: Any
-    begin_alone: Callable[[int], object] | None = None
-    counts: Counts = field(default_factory=Counts)
+    begin_alone: Callable[[int], object] | None
+    item: int = 0
+    early_reads: list[list[Future[Any]]] = field(default_factory=list)
     failing: tuple[Any, ...] = ()
-    errors: list[tuple[tuple[Any, ...], str]] = field(default_factory=list)
-    early_reads: Any = field(default_factory=list)
+    errors: list[tuple[int, tuple[Any, ...], str]] = field(default_factory=list)
+    transform_seconds: float = 0.0
+    collate_seconds: float = 0.0
+    skipped: int = 0
     _samples_before: int = 0  # of the item in the batches before, of a list of batches
-
-    def __post_init__(self) -> None:
-        self.read = reader_of(self.job.dataset)
-
-    def begin_task(self) -> None:
-        """Count from 0: what follows is another task's, and Ctrl-C may have ended the last."""
-        self.counts = Counts()
-        self.failing = ()
-        self.errors = []
-        self.early_reads = []
-
-    def begin_reading(self, item: Any, info: WorkerInfo) -> list[list[Future[Any]]]:
-        """Begin to read the samples of an item, if the dataset is of :class:`concurrent`."""
-        read = self.job.dataset.__getfutures__
-        if self.job.collate_fn is None:
-            return [read([item], info)]
-        batches = item if self.job.is_nested(item) else [checked_indices(item)]
-        return [read(each, info) for each in batches]
 
     def fetch(self, item: Any) -> Any:
         """Return the batch of one item, or SKIP."""
@@ -131,7 +104,7 @@ class BatchMaker:
         if transform is not None:
             begin = time.perf_counter()
             samples = self._each(transform, samples, indices, ("transform",), numbers=numbers)
-            self.counts.transform_seconds += time.perf_counter() - begin
+            self.transform_seconds += time.perf_counter() - begin
             samples, _ = self._without_skipped(samples)
         if isinstance(samples, list) and not samples and len(given):
             return SKIP  # a sampler's empty batch is one
@@ -141,7 +114,7 @@ class BatchMaker:
         self.sample_cell[0] = -1
         begin = time.perf_counter()
         batch = collate_fn(samples)
-        self.counts.collate_seconds += time.perf_counter() - begin
+        self.collate_seconds += time.perf_counter() - begin
         return batch
 
     def _read(self, indices: Sequence[Any]) -> list[Any]:
@@ -222,7 +195,7 @@ class BatchMaker:
                 ):
                     raise
                 results.append(self.job.options.on_sample_error(self._sample_error(number, error)))
-                self.errors.append((self.failing, summary(error)))
+                self.errors.append((self.item, self.failing, summary(error)))
                 self.failing = ()
         return results
 
@@ -251,7 +224,7 @@ class BatchMaker:
         kept = [n for n, sample in enumerate(samples) if sample is not SKIP]
         if len(kept) == len(samples):
             return samples, None
-        self.counts.skipped += len(samples) - len(kept)
+        self.skipped += len(samples) - len(kept)
         return [samples[n] for n in kept], kept
 
 

@@ -41,8 +41,8 @@ from minloader._worker.messages import (
     current_info,
 )
 from minloader._worker.plugins import Plugin, before_batch
-from minloader._worker.run import Worker
 from minloader._worker.seeds import seed_random_on_first_use
+from minloader._worker.stream_worker import make_worker
 
 if TYPE_CHECKING:
     from minloader._memory.inherited import Inheritance
@@ -120,13 +120,13 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
         seed_random_on_first_use()
         reload = _reloader(setup.address, job, inherited)
         environment = ProcessEnvironment(beat, sample_cell=sample_cell, reload=reload)
-        worker = Worker(job, info, environment)
+        worker = make_worker(job, info, environment)
         for plugin in setup.plugins:
             plugin.ready()
         taken = environment.memory_at_start = private_memory()
         current.process_worker = worker
         # Before what it has started is killed: the stream may need that to end.
-        multiprocessing.util.Finalize(None, worker.readers.close, exitpriority=150)
+        multiprocessing.util.Finalize(None, worker.close, exitpriority=150)
         beat(READY, 0, time.perf_counter())
         limit = job.options.memory_limit
         if limit is not None and taken > limit:
@@ -256,10 +256,10 @@ def worker_main(
     """Run a worker process: :func:`start` first, then what the executor has for it."""
     start(setup, index, inheritance)
     worker = current.process_worker
-    if worker is not None and worker.reads_ahead:
+    if worker is not None and worker.early_reads is not None:
         from minloader._worker.concurrent import ReadAheadQueue  # of few: it imports asyncio
 
-        args = ReadAheadQueue(args[0], worker.begin_reading), *args[1:]
+        args = ReadAheadQueue(args[0], worker.early_reads.begin), *args[1:]
     target(*args)
 
 

@@ -191,8 +191,9 @@ class ShardReader(Reader):
         environment: where it runs. An interrupt may come in the calling process.
 
     Attributes:
-        first: the batch that is wanted.
         last_fingerprint: what the samples of the batch drawn last are recognized by; None: nothing.
+        reread: how many batches it has passed over for the task.
+        is_at_work: whether the stream's own code runs, or has just failed.
         is_other: whether it gave something else when it was read again.
     """
 
@@ -204,9 +205,11 @@ class ShardReader(Reader):
         from minloader._worker.fingerprint import fingerprint  # other datasets need none
 
         known = SourceState(shard.at, shard.state)
-        super().__init__(copy, epoch, known, first=shard.at, pass_number=shard.pass_number)
+        super().__init__(copy, epoch, known, first=shard.first, pass_number=shard.pass_number)
         self.keeps_last = environment.is_inline
-        self.first = shard.first
+        self.reread = 0
+        self._begin_next: Callable[[int], object] | None = None
+        self.is_at_work = False
         self.last_fingerprint: int | None = None
         self.is_other = False
         self._fingerprint = fingerprint
@@ -233,14 +236,24 @@ class ShardReader(Reader):
         """Whether it has given nothing since it was put back to a state within the epoch."""
         # A batch that could not be read counts.
         at, state = self.known
-        return at > 0 and state is not None and self.next <= at + 1
+        return at > 0 and state is not None and self._here <= at + 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it is to be opened, or to pass over something, before it gives what is wanted."""
+        return self.iterator is None or self._here < self.next
+
+    @property
+    def here(self) -> int:
+        """Ordinal of the batch that it reads next."""
+        return self._here
 
     def go_on_with(self, shard: Shard) -> bool:
         """Get ready for the first batch of a task, if it is there; return whether it is."""
         first = shard.first
         if self.next == first + 1:
             self.give_again(first)  # if Ctrl-C came before it was delivered
-        self.first = first
+        self.reread = 0
         self.check = shard.check and Check(*shard.check)
         if self.is_torn:
             return not self.source.can_begin_again  # then it says so
@@ -256,7 +269,7 @@ class ShardReader(Reader):
         order. At the end it is the first of the epoch to come.
         """
         info = self.info
-        index = 0 if self.is_ended or self.iterator is None else self.next
+        index = 0 if self.is_ended or self.iterator is None else self._here
         ordinal = ordinal_in_epoch(index, shard=info.id, total=info.num_workers)
         return begin_batch(info, self.epoch + self.is_ended, ordinal)
 
@@ -280,8 +293,41 @@ class ShardReader(Reader):
     def draw(self) -> Any:
         """Return the samples of the next batch, a list, or END."""
         self.last_fingerprint = None
+        batches = self.take(1)
+        if not batches:
+            return END
+        self.last_fingerprint = self._fingerprint(batches[0])
+        return batches[0]
+
+    def pass_over(self, begin_next: Callable[[int], object]) -> None:
+        """Begin to read, past what was delivered before.
+
+        Args:
+            begin_next: called before each batch, with -1 for one that is passed over; not before
+                the first of an epoch, which goes on with the numbers that ``iter`` has drawn.
+        """
+        self._begin_next = begin_next
+        was_given = self._here < self.next
         try:
-            batches = self.take(1)
+            self.open()
+        except BaseException as error:
+            if not was_given or self.is_other or self._ends_program(error):
+                raise
+            raise self.misfit("failed") from error
+        finally:
+            self._begin_next = None  # it leads here
+        if self.next:
+            begin_next(0)
+
+    def _most_to_pass(self) -> int:
+        self.reread += 1
+        assert self._begin_next is not None
+        self._begin_next(-1)
+        return 1
+
+    def _draw(self, most: int) -> list[Any]:
+        try:
+            return super()._draw(most)
         except BaseException as error:
             iterator = self.iterator
             if isinstance(iterator, GeneratorType) and not self._ends_program(error):
@@ -289,10 +335,6 @@ class ShardReader(Reader):
                 # state.
                 self.is_ended |= iterator.gi_frame is None
             raise
-        if not batches:
-            return END
-        self.last_fingerprint = self._fingerprint(batches[0])
-        return batches[0]
 
     def _ends_program(self, error: BaseException) -> bool:
         return self._environment.ends_program(error)
@@ -322,7 +364,7 @@ class ShardReader(Reader):
         """
         self.is_ended = True
         self.is_other = True
-        given = self.first if self.check is None else self.check.ordinal + 1
+        given = self.next if self.check is None else self.check.ordinal + 1
         lead = f" that lead there ({NOT_LEADING})" if is_stateful(self.info.dataset) else ""
         return RuntimeError(
             f"the stream has {what} when shard {self.info.id} was read again, past the "
