@@ -721,7 +721,7 @@ def test_no_address_space_in_the_parent(monkeypatch, caplog):
     assert "this process lost batch 0, which is made again: this process has no room" in caplog.text
 
 
-@pytest.mark.parametrize("stage", ["init", "load", "attach"])
+@pytest.mark.parametrize("stage", ["load", "attach"])
 def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     """What another worker has made of that slot is still there."""
     assert set(bench.trip(numbered, [1])[0]) == {1}

@@ -12,7 +12,7 @@ from minloader._epochs.feed import is_of_drop_in
 from minloader._loader import Loader
 from minloader._memory.slots import Slot, Slots
 from minloader._pools.processes import ProcessPool
-from minloader._worker.torch_conventions import Stream
+from minloader._worker.torch_stream import Stream
 
 
 class WorkerView(NamedTuple):

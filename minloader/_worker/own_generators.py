@@ -222,7 +222,7 @@ def _parts(
     yield from ((path + step, part) for step, part in parts(value, WIDTH))
     yield from _globals(path, value, is_near=is_near)
     # Of a wrapper of ours: it calls them what the user does.
-    is_ours = kind.__module__ == "minloader._worker.torch_conventions"
+    is_ours = kind.__module__.startswith("minloader._worker.torch_")
     own = dict(_attributes(value))
     for name, part in own.items():
         yield name if is_ours else f"{path}.{name}", part

@@ -31,7 +31,6 @@ from minloader._protocols import (
     is_read_once,
     is_stateful,
     known_state,
-    state_of,
     states_of,
 )
 from minloader._sampling.reader import Check, Reader, Source, SourceState
@@ -93,16 +92,12 @@ class Copy(Source):
     def __init__(self, info: WorkerInfo) -> None:
         super().__init__("dataset", info.dataset)
         self.info = info
-        self._at = 0  # where the pass was begun
         self._iterator_state: Any = None  # to be put back once there is an iterator
-        # The pass that has not ended, the stream's state and its number as that began: where the
-        # user tells it its epochs, and Ctrl-C may come.
-        self._told: tuple[int, Any, int | None] | None = None
 
     @property
-    def is_told(self) -> bool:
-        """Whether the user tells the stream its epochs, as with torch."""
-        return bool(getattr(self.items, "is_told", False))
+    def stream(self) -> Any:
+        """The user's stream, which a shuffled one reads."""
+        return getattr(self.items, "stream", self.items)
 
     @property
     def can_begin_again(self) -> bool:
@@ -116,32 +111,16 @@ class Copy(Source):
     def prepare(self, epoch: int, *, at: int, state: Any) -> bool:
         is_put = state is not None and not self._is_at(state)
         self._known_state = (None, None)
-        self._at = at
         self._iterator_state = None
-        if is_put and (at or not self.is_told):
+        if is_put:
             states = unpack(state)
             self._iterator_state = states.get("iterator")
             if "dataset" in states:
                 put_back(self.items, states["dataset"])
         return is_put
 
-    def begin_as_told(self, pass_number: int, *, is_inline: bool) -> None:
-        """Begin an epoch as the stream is, or behind one that was left, as that began."""
-        stream = self.items
-        told = self._told
-        if told is not None and told[0] != pass_number:  # it was left
-            number = stream.number  # what it was told since counts
-            told = None if number is None else (pass_number, told[1], number)
-        if told is None and is_inline:
-            state = copy.deepcopy(known_state(stream))
-            self._told = pass_number, state, stream.number
-        elif told is not None:
-            self._told = told
-            _, state, number = told
-            if state is not None:
-                put_back(stream, state)
-            if number is not None and stream.number != number:
-                stream.dataset.set_epoch(number)
+    def begin_epoch(self, pass_number: int, *, is_inline: bool) -> None:
+        """Get ready to begin an epoch, for the pass of a number."""
 
     def iterate(self, epoch: int) -> Any:
         dataset = self.items
@@ -160,22 +139,12 @@ class Copy(Source):
         return None  # the worker asks for it, seeded
 
     def end(self, iterator: Any, read: int, state: Any) -> None:
-        self._told = None
-        if self._at and self.is_told and is_stateful(self.items):
-            # Or it might begin its next epoch where it was put back, once it is told that.
-            self.items.load_state_dict(state_of(self.items))
-        stream = self._stream
+        stream = self.stream
         if not read and self.has_given and self._is_stream(iterator) and not has_epochs(stream):
             raise _read_once(stream)
 
-    @property
-    def _stream(self) -> Any:
-        """The user's stream, which a shuffled one reads."""
-        stream = self.items.dataset if getattr(type(self.items), "wraps", False) else self.items
-        return getattr(stream, "stream", stream)
-
     def _is_stream(self, iterator: Any) -> bool:
-        return getattr(iterator, "_source", iterator) is self._stream
+        return getattr(iterator, "_source", iterator) is self.stream
 
 
 class ShardReader(Reader):
@@ -277,9 +246,8 @@ class ShardReader(Reader):
         self._or_over(self._prepare)
 
     def _prepare(self) -> None:
-        if not self.known.at and self.source.is_told:
-            is_inline = self._environment.is_inline
-            self.source.begin_as_told(self.pass_number, is_inline=is_inline)
+        if not self.known.at:
+            self.source.begin_epoch(self.pass_number, is_inline=self._environment.is_inline)
         super().prepare()
 
     def _begin(self) -> None:
@@ -474,7 +442,8 @@ class ShardReaders:
             # No other epoch is read in this copy. Where one may be, worker_init_fn must do the
             # same for a copy that is made in a later epoch, to replace another.
             info.epoch = epoch
-        copy = Copy(info)
+        is_of_drop_in = getattr(type(dataset), "of_drop_in", False)
+        copy = dataset.copied(info) if is_of_drop_in else Copy(info)
         if dataset is self.job.dataset:
             self._own = copy
         return copy

@@ -9,10 +9,9 @@ arrives in the parent as a tensor over the same memory.
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
@@ -109,47 +108,6 @@ def number_of(told: Any) -> int | None:
     return None
 
 
-class Stream:
-    """An ``IterableDataset``, whose epochs the user counts, as with torch: it hides ``set_epoch``.
-
-    It passes ``state_dict`` and ``load_state_dict`` on, if the dataset has them.
-
-    Args:
-        dataset: the user's dataset.
-        read_once: whether each epoch needs a new copy of the dataset.
-
-    Attributes:
-        is_told: whether the user tells it the epochs. Then it begins each as it is, and states are
-            put back within an epoch alone: one from the end of an epoch would be of that.
-        wraps: tells who reads it that the user's stream is inside.
-    """
-
-    wraps = True
-
-    def __init__(self, dataset: Any, *, read_once: bool) -> None:
-        self.dataset = dataset
-        self.read_once = read_once
-        self.is_told = has_epochs(dataset)
-
-    @property
-    def number(self) -> int | None:
-        """The number of the epoch that the dataset shows; None: it shows none."""
-        return number_of(self.dataset)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
-
-    def __deepcopy__(self, memo: Any) -> Stream:
-        # The user tells the object itself.
-        read_once = self.read_once or self.is_told
-        return Stream(copy.deepcopy(self.dataset, memo), read_once=read_once)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):
-            return getattr(self.dataset, name)
-        raise AttributeError(name)
-
-
 _torch_info: WorkerInfo | None = None
 """What torch's ``get_worker_info`` is to answer; None if that is left to torch."""
 
@@ -189,7 +147,7 @@ def _write_worker_info(module: ModuleType) -> None:
     assert info is not None
     dataset = info.dataset
     seed = info.seed
-    if type(dataset) is Stream:
+    if getattr(type(dataset), "of_drop_in", False):
         if dataset.read_once and info.epoch:
             # Torch draws another for each epoch, which datasets shuffle by. This one follows from
             # the epoch, for resumed runs.

@@ -46,6 +46,7 @@ from minloader._sampling.ranks import dealer_of, with_inner
 from minloader._sampling.reader import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
+from minloader._worker import torch_stream
 from minloader._worker.batch_maker import OnSampleError
 from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import shuffled
@@ -590,7 +591,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         dataset = self.dataset
         if stream:
             read_once = workers > 0 and not self.persistent_workers
-            dataset = conventions.Stream(dataset, read_once=read_once)
+            dataset = torch_stream.Stream(dataset, read_once=read_once)
             if self.batch_size is not None:
                 last_batch = "discard" if self.drop_last else "keep"
                 options |= {"batch_size": self.batch_size, "last_batch": last_batch}
