@@ -801,7 +801,8 @@ def test_threads_of_a_foreign_executor_are_refused(monkeypatch):
         with pytest.raises(ValueError, match="threads share"):
             Loader(range(3), executor=executor, seed_generators=True)
         # One of which it is not known that its workers are threads here, as Dask's may be.
-        monkeypatch.setattr("minloader._foreign.pool.ThreadPoolExecutor", ProcessPoolExecutor)
+        for module in ("_foreign.pool", "_worker.own_generators"):
+            monkeypatch.setattr(f"minloader.{module}.ThreadPoolExecutor", ProcessPoolExecutor)
         with (
             Loader(range(3), executor=executor, seed_generators=True) as loader,
             pytest.raises(ValueError, match="threads make the batches"),
