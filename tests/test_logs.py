@@ -299,9 +299,11 @@ def test_several_workers_warn_once():
     assert done.stderr.count("DeprecationWarning: the same") == 1, done.stderr
 
 
-def test_a_fork_of_a_worker_logs_for_itself(talk, capfd):
-    assert [each.getMessage() for each in talk(("fork",), mp_context=SPAWN)] == ["loading"]
-    assert capfd.readouterr().err == "in a fork\n"
+def test_what_a_fork_of_a_worker_logs_comes_too(talk, capfd):
+    loading, forked = talk(("fork",), mp_context=SPAWN)
+    assert forked.getMessage() == "in a fork"
+    assert forked.process != loading.process
+    assert capfd.readouterr().err == ""
 
 
 def test_nothing_is_lost_when_the_program_ends():

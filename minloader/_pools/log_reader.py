@@ -87,13 +87,13 @@ def _hand_on(reader: socket.socket) -> None:
     shown: dict[Any, Any] = {}
     with reader:
         for packet in _packets(reader):
-            worker = packet[:2]
-            pieces.setdefault(worker, bytearray()).extend(packet[HEAD:])
-            is_last = packet[2]
+            pid = packet[:4]
+            pieces.setdefault(pid, bytearray()).extend(packet[HEAD:])
+            is_last = packet[4]
             if not is_last:
                 continue
             try:
-                message = pickle.loads(pieces.pop(worker))
+                message = pickle.loads(pieces.pop(pid))
                 with _showing:
                     if isinstance(message, WorkerWarning):
                         _warn(message, shown)

@@ -14,8 +14,8 @@ import logging
 import os
 import pickle
 import socket
-import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ PACKET = 64 * 1024
 """Bytes; longer messages are sent in pieces. The system takes at least 200 kB at once, but has to
 find them in one piece of its memory."""
 
-HEAD = 3
-"""Bytes before a piece: two for the worker's id, and whether the piece is the message's last."""
+HEAD = 5
+"""Bytes before a piece: four for the pid, and whether the piece is the message's last."""
 
 
 said: dict[str, object] = {}
@@ -97,7 +97,7 @@ class WorkerLogs(Plugin):
 
     def start(self, info: WorkerInfo) -> None:
         if self.connection is not None:
-            send_logs(self.connection, info.id)
+            send_logs(self.connection)
             self._set_levels()
 
     def loaded(self) -> None:
@@ -123,18 +123,15 @@ def _text(pattern: Any) -> str:
 
 
 class _LogSender(logging.Handler):
-    """The only handler of a worker process.
+    """The only handler of a worker process, and of forks of it.
 
     Args:
         connection: leads to the parent.
-        id: of the worker.
     """
 
-    def __init__(self, connection: socket.socket, id: int) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         super().__init__()
         self._connection = connection
-        self._worker = id.to_bytes(2, "little")
-        self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -150,8 +147,7 @@ class _LogSender(logging.Handler):
             standard = logging.makeLogRecord({}).__dict__
             values = {name: values[name] for name in standard if name in values}
             data = pickle.dumps(values, 5)
-        if not self._send(data) and logging.lastResort and record.levelno >= logging.WARNING:
-            logging.lastResort.handle(record)
+        self._send(data)
 
     def show_warning(self, message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
         """Stand in for ``warnings.showwarning``."""
@@ -161,32 +157,27 @@ class _LogSender(logging.Handler):
         except Exception:  # a class that nobody finds by its name
             text = f"{category.__name__}: {message}"
             data = pickle.dumps(warning._replace(message=text, category=UserWarning), 5)
-        if not self._send(data):
-            sys.stderr.write(warnings.formatwarning(message, category, filename, line))
+        self._send(data)
 
-    def _send(self, data: bytes) -> bool:
-        """Send a message; return whether it could be sent."""
-        if os.getpid() != self._pid:  # a fork: the parent could not tell its pieces from ours
-            return False
+    def _send(self, data: bytes) -> None:
+        """Send a message."""
+        pid = os.getpid().to_bytes(4, "little")
         self.acquire()
         try:
-            for start in range(0, len(data), PACKET):
-                piece = data[start : start + PACKET]
-                head = self._worker + bytes([start + PACKET >= len(data)])
-                self._connection.sendall(head + piece)
-            return True
-        except OSError:  # the parent has ended, and we are about to
-            return False
+            with suppress(OSError):  # the parent has ended, and we are about to
+                for start in range(0, len(data), PACKET):
+                    is_last = bytes([start + PACKET >= len(data)])
+                    self._connection.sendall(pid + is_last + data[start : start + PACKET])
         finally:
             self.release()
 
 
-def send_logs(connection: socket.socket, id: int) -> None:
+def send_logs(connection: socket.socket) -> None:
     """Have all that this worker process logs and warns come out in the parent.
 
     Unless logging is set up in the worker itself: then its handlers have what it logs.
     """
-    sender = _LogSender(connection, id)
+    sender = _LogSender(connection)
     root = logging.getLogger()
     for each in (root, *root.manager.loggerDict.values()):
         if isinstance(each, logging.Logger):
