@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minloader._formats import refuse_breakpoint
@@ -171,47 +172,38 @@ def _reloader(address: JobAddress | ForkedJob, job: Job, inherited: Any) -> Call
     """
     if isinstance(address, JobAddress):
         return lambda: address.load(inherited=inherited).dataset
-    copies = _DatasetCopies(job.dataset)
+    written = cache(partial(_written, job.dataset))
     if job.options.is_stream and not getattr(job.dataset, "read_once", False):
-        copies.write()
-    return copies.load
+        written()
+    return partial(_load_copy, written)
 
 
-class _DatasetCopies:
-    """Copies of the dataset of a forked worker, made in the worker.
+def _written(dataset: Any) -> JobFile | Exception:
+    """Pickle a dataset as it is now. An error is kept: it may be that nobody needs a copy."""
+    try:
+        return JobFile(dataset, "fork")
+    except Exception as error:
+        return error
+
+
+def _load_copy(written: Callable[[], JobFile | Exception]) -> Any:
+    """Return another copy of the dataset of a forked worker.
 
     What processes share by ``multiprocessing``, or in shared memory, is the same in all of them.
+
+    Raises:
+        TypeError: it cannot be pickled.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._file: JobFile | None = None
-        self._error: Exception | None = None
-
-    def write(self) -> None:
-        """Pickle the dataset as it is now. An error is kept: it may be that nobody needs a copy."""
-        try:
-            self._file = JobFile(self._dataset, "fork")
-        except Exception as error:
-            self._error = error
-
-    def load(self) -> Any:
-        """Return another copy.
-
-        Raises:
-            TypeError: it cannot be pickled.
-        """
-        if self._file is None and self._error is None:
-            self.write()
-        if self._file is None:
-            raise TypeError(
-                "a forked worker has one copy of the dataset, and needs another one to read it in "
-                f"another place, but it cannot be pickled: {self._error}; read each epoch to its "
-                "end, with as many workers as when the state was taken, or leave out in "
-                "__getstate__ what cannot be pickled (of minloader.torch.DataLoader, "
-                "persistent_workers=False starts new workers for each epoch)"
-            ) from self._error
-        return self._file.address.load(inherited=self._file.inherited)
+    file = written()
+    if isinstance(file, Exception):
+        raise TypeError(
+            "a forked worker has one copy of the dataset, and needs another one to read it in "
+            f"another place, but it cannot be pickled: {file}; read each epoch to its end, with "
+            "as many workers as when the state was taken, or leave out in __getstate__ what "
+            "cannot be pickled (of minloader.torch.DataLoader, persistent_workers=False starts "
+            "new workers for each epoch)"
+        ) from file
+    return file.address.load(inherited=file.inherited)
 
 
 def refuse_avalanche() -> None:
