@@ -5,6 +5,7 @@ Runs in the parent. Nothing else in the package imports jax, and no worker does.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from minloader._memory.files import is_leased
+from minloader._memory.files import SharedMapping
 from minloader._memory.tensors import numpy_like
 from minloader._prefetch import Prefetch, prefetched
 from minloader._protocols import is_array_like
@@ -165,7 +166,7 @@ def _copied(batch: Any) -> Any:
 
 def _kept(leaf: Any) -> Any:
     array = None if isinstance(leaf, jax.Array) or _loses(leaf) else _as_array(leaf)
-    return leaf if array is None or is_leased(array) else array.copy()
+    return leaf if array is None or _is_leased(array) else array.copy()
 
 
 def _is_none(value: Any) -> bool:
@@ -205,3 +206,11 @@ def _refuse(leaf: Any, name: str) -> NoReturn:
         f"{name} is a {type(leaf).__name__}, whose {next(iter(labels(leaf)))} would be lost here; "
         "give the array in it, or a dict of its columns"
     )
+
+
+def _is_leased(array: Any) -> bool:
+    """Whether an array lies in leased memory, which its batch alone uses while the array lives."""
+    base: Any = array
+    while not isinstance(base, ctypes.Array) and base is not None:
+        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
+    return isinstance(getattr(base, "mapping", None), SharedMapping)

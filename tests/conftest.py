@@ -29,7 +29,7 @@ import pytest
 import minloader
 from minloader import Loader
 from minloader._diagnosis.inspect import inspect
-from minloader._memory.limits import processors
+from minloader._diagnosis.processors import processors
 from minloader._worker import logs, seeds
 
 SLOW = pytest.mark.slow

@@ -14,7 +14,8 @@ import pytest
 from conftest import printed_by, python, variants
 
 from minloader import Loader
-from minloader._memory.limits import free_memory, memory_limit, processors, remedy
+from minloader._diagnosis.processors import processors
+from minloader._memory.limits import free_memory, memory_limit, remedy
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])

@@ -13,9 +13,9 @@ from minloader._arguments import checked_int
 from minloader._diagnosis.audit import IrreproducibleError, NewLoaders, check_reproducible
 from minloader._diagnosis.findings import cause, pick, recommend
 from minloader._diagnosis.inspect import with_arguments
+from minloader._diagnosis.processors import processors
 from minloader._diagnosis.trials import HEAD, Row, Trial, run
 from minloader._loader import Loader
-from minloader._memory.limits import processors
 
 SECONDS = 3.0
 """Seconds of a trial: short enough for a dozen of them, and some hundred batches for most."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from minloader._diagnosis.processors import processors
 from minloader._diagnosis.trials import Row, Trial
 from minloader._diagnosis.verdict import judge, share
-from minloader._memory.limits import processors
 
 TOLERANCE = 0.1
 """Share of the best rate that is not worth more workers, or more prefetching."""

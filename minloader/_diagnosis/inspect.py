@@ -125,7 +125,7 @@ class Inspection:
                 number=executor.setup.infos[index].id,
                 pid=process.pid,
                 process=process,
-                is_ready=executor.broken or executor.is_ready(index),
+                is_ready=bool(executor.broken or executor.heartbeats.last(index).task),
             )
             for executor in self.executors
             for index, process in enumerate(executor.workers)

@@ -7,8 +7,8 @@ import os
 import sys
 
 from minloader._diagnosis.figures import PlainStats
+from minloader._diagnosis.processors import processors
 from minloader._formats import counted
-from minloader._memory.limits import processors
 
 STAGES = {
     "dataset": "the dataset",

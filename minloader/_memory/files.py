@@ -21,12 +21,9 @@ import secrets
 import tempfile
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from minloader._memory import forks
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LARGE = 16 * 1024
 """Bytes from which a buffer lies in shared memory of its own rather than in the message: four
@@ -234,19 +231,6 @@ class SharedMapping:
         owner: Any = self._type.from_address(self.address)
         owner.mapping = self
         return owner
-
-
-def is_ours(path: str) -> bool:
-    """Whether a file that is mapped is one of ours without a name, by its path in ``/proc``."""
-    return path.startswith(f"/memfd:{MARK}")
-
-
-def is_leased(array: NDArray[Any]) -> bool:
-    """Whether an array lies in leased memory, which its batch alone uses while the array lives."""
-    base: Any = array
-    while not isinstance(base, ctypes.Array) and base is not None:
-        base = base.obj if isinstance(base, memoryview) else getattr(base, "base", None)
-    return isinstance(getattr(base, "mapping", None), SharedMapping)
 
 
 class SlotAddress(NamedTuple):

@@ -1,4 +1,4 @@
-"""What the system lets a process have: memory, processors, descriptors."""
+"""What the system lets a process have: memory, descriptors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,17 @@ def free_memory() -> int:
         free = int(fields[b"MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
         return 2 << 30  # no way to ask: what any machine for machine learning can spare
-    return min([free, *(_limit(group) - _usage(group) for group in _groups("memory"))])
+    return min([free, *(_limit(group) - _usage(group) for group in groups("memory"))])
 
 
 def memory_limit() -> int:
     """Bytes that the control groups of this process allow it; NO_LIMIT or more if they do not."""
-    return min([NO_LIMIT, *map(_limit, _groups("memory"))])
+    return min([NO_LIMIT, *map(_limit, groups("memory"))])
 
 
 def oom_kills() -> int:
     """How many processes the kernel has killed because a control group of ours was full."""
-    return sum(map(_kills, _groups("memory")))
-
-
-def processors() -> int:
-    """How many processors this process may use, by its affinity and its control groups."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return min([count, *map(_quota, _groups("cpu"))])
+    return sum(map(_kills, groups("memory")))
 
 
 def private_memory(pid: int | str = "self") -> int:
@@ -124,7 +117,7 @@ def has_current_folder() -> bool:
 # --- Control groups. Each file has one name in version 1 and another in version 2.
 
 
-def _groups(controller: str) -> list[str]:
+def groups(controller: str) -> list[str]:
     """Folders of the control groups that limit this process's "memory" or "cpu", if visible."""
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
@@ -161,12 +154,3 @@ def _usage(group: str) -> int:
 def _kills(group: str) -> int:
     found = words(group, "memory.oom_control", "memory.events")
     return int(found[found.index("oom_kill") + 1]) if "oom_kill" in found else 0
-
-
-def _quota(group: str) -> int:
-    """Processors that a control group allows, rounded up."""
-    found = words(group, "cpu.max")
-    found = found or words(group, "cpu.cfs_quota_us") + words(group, "cpu.cfs_period_us")
-    if len(found) < 2 or found[0] in ("max", "-1"):
-        return NO_LIMIT
-    return max(1, -(-int(found[0]) // int(found[1])))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minloader._memory.arrays import address_of, owner_of, view_of
-from minloader._memory.files import LARGE, is_ours
+from minloader._memory.files import LARGE, MARK
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.reducers import JobMemory
 from minloader._memory.tensors import bytes_of, is_shared
@@ -157,7 +157,8 @@ def reduce_shared(memory: JobMemory, array: Any) -> Any:
     mapping = mappings.at(address)
     if mapping is None or not mapping.is_shared or _is_device(mapping.path):
         return None
-    if is_ours(mapping.path) or (is_tensor and owner.is_pinned()):
+    is_ours = mapping.path.startswith(f"/memfd:{MARK}")
+    if is_ours or (is_tensor and owner.is_pinned()):
         return None  # a batch is nobody else's, nor what a GPU reads
     if not mapping.is_writable and (
         not memory.is_same_machine or array.nbytes < LARGE or not mapping.has_file

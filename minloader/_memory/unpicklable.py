@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -9,8 +10,10 @@ from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
+from minloader._formats import format_bytes
 from minloader._memory.inherited import must_be_inherited
 from minloader._memory.job_file import JobPickler
+from minloader._memory.limits import largest_file
 from minloader._memory.parts import Part, globals_of, parts
 from minloader._memory.reducers import MAIN
 
@@ -101,14 +104,29 @@ def find_unpicklable(
     return path, obj, error
 
 
-def refusal(parts: dict[str, Any], start_method: str | None, otherwise: str) -> TypeError | None:
+def refusal(job: Any, start_method: str | None, error: Exception) -> Exception | None:
     """Return the error that names what of a job cannot be sent to worker processes.
 
     Args:
-        parts: the job's objects, by the arguments that brought them.
+        job: which.
         start_method: of the processes; None if this one does not start them.
-        otherwise: what to use where nothing can be sent.
+        error: what sending it has raised.
     """
+    otherwise = job.options.without_processes
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return OSError(
+            errno.EFBIG,
+            "the dataset, which is written to a file for the workers, is larger than a file may "
+            f"be, {format_bytes(largest_file())}: raise the limit (ulimit -f), or use "
+            f"mp_context='fork', or {otherwise}",
+        )
+    parts = {
+        "dataset": job.dataset,
+        "transform": job.transform,
+        "collate_fn": job.collate_fn,
+        "worker_init_fn": job.worker_init_fn,
+        "on_sample_error": job.options.on_sample_error,
+    }
     for name, value in parts.items():
         found = find_unpicklable(value, name, start_method)
         if found is not None:

@@ -4,7 +4,6 @@ apart. They are made when they are needed, resized, replaced in a fork, and clos
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import weakref
@@ -17,7 +16,7 @@ from minloader._formats import format_bytes
 from minloader._memory import forks
 from minloader._memory.files import can_be_nameless
 from minloader._memory.job_file import ForkedJob, JobFile
-from minloader._memory.limits import largest_file, memory_limit
+from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
 from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
@@ -324,23 +323,9 @@ def _serialize(job: Job, start_method: str | None) -> JobFile:
     try:
         return JobFile(job, start_method)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.EFBIG:
-            raise OSError(
-                errno.EFBIG,
-                "the dataset, which is written to a file for the workers, is larger than a file "
-                f"may be, {format_bytes(largest_file())}: raise the limit (ulimit -f), or use "
-                f"mp_context='fork', or {job.options.without_processes}",
-            ) from error
         from minloader._memory.unpicklable import refusal  # only to tell of an error
 
-        sent = {
-            "dataset": job.dataset,
-            "transform": job.transform,
-            "collate_fn": job.collate_fn,
-            "worker_init_fn": job.worker_init_fn,
-            "on_sample_error": job.options.on_sample_error,
-        }
-        refused = refusal(sent, start_method, job.options.without_processes)
+        refused = refusal(job, start_method, error)
         if refused is None:
             raise
         raise refused from error

@@ -91,11 +91,6 @@ LONGEST_START = 60.0
 """Seconds that a worker may take to load the dataset, if ``timeout`` is set and not longer. On a
 busy machine the imports of many workers take their time."""
 
-CRASHES = frozenset(
-    getattr(signal, name, 0) for name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-)
-"""Signals at which a worker writes its stack."""
-
 MOST_UNWATCHED = 0.25
 """Share of ``timeout``. A longer gap between two looks after the workers counts as nothing: the
 program was stopped meanwhile, or the machine slept, or the consumer was busy."""
@@ -311,10 +306,6 @@ class _Executor(Executor):
     def workers(self) -> list[WorkerProcess]:
         """The worker processes in the order of their numbers, also those that ended."""
         return self._context.workers
-
-    def is_ready(self, index: int) -> bool:
-        """Return whether a worker has loaded the dataset."""
-        return bool(self.heartbeats.last(index).task)
 
     @property
     def has_left(self) -> bool:
@@ -538,7 +529,7 @@ class ProcessPool(ServedPool):
             if worker.ended_by_us and not worker.fault:
                 continue
             beat = executor.heartbeats.last(n)
-            has_crashed = -(worker.exitcode or 0) in CRASHES
+            has_crashed = (worker.exitcode or 0) not in (0, -getattr(signal, "SIGKILL", 9))
             cause = f"killed, since {worker.fault}"
             death = Death(
                 item=beat.item,

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from minloader._checks import has_epochs, is_stateful, known_state, state_of
+from minloader._protocols import has_epochs, is_stateful, known_state, state_of
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.stream_reader import Copy, put_back
 from minloader._worker.torch_conventions import number_of
