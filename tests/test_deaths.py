@@ -391,6 +391,21 @@ def test_workers_that_all_die_before_they_are_told_what_to_run(method, monkeypat
         assert not any(map(psutil.pid_exists, pids))
 
 
+def test_failed_starts_are_not_in_a_row_where_a_batch_came_between(monkeypatch):
+    options = {"num_workers": 1, "prefetch_factor": 1, "chunks": False}
+    times = spawned.MOST_FAILED_STARTS - 1
+    with Loader(Squares(9), mp_context="spawn", **options) as loader:
+        batches = iter(loader)
+        got = list[int]()
+        for _ in range(2):
+            with dead_at_once(monkeypatch, "spawn", times) as pids:
+                for process in workers(loader):
+                    process.kill()
+                while len(pids) < times:
+                    got.append(next(batches))
+        assert [*got, *batches] == [n * n for n in range(9)]
+
+
 # --- what a dead worker leaves behind does not hide its death -----------------------------------
 
 
