@@ -279,6 +279,16 @@ def workers(loader: Any) -> list[Any]:
     return [worker.process for worker in inspect(loader).workers]
 
 
+def slots_of(loader: Any) -> Any:
+    """The shared memory of a loader's first pool; None where batches need or want none."""
+    return inspect(loader).group.pools[0].slots
+
+
+def leased_slots(loader: Any) -> list[Any]:
+    """The slots of the first pool whose memory batches still use."""
+    return list(slots_of(loader)._leased)
+
+
 def has_worked(loader: Any) -> bool:
     """Whether a worker of an executor that is not broken has finished a task."""
     with suppress(ValueError):  # one was ended just now, by another thread

@@ -38,6 +38,7 @@ from conftest import (
     losses,
     outcomes,
     python,
+    slots_of,
     variants,
     workers,
 )
@@ -218,9 +219,7 @@ def harmless():
         assert len(results) == len(items)
         assert loader.stats.errors.replaced == 0
         # A slot that is lent takes what it may grow to: none is lent for ever.
-        assert (
-            sum(slot.size for slot in inspect(loader).all_slots) == loader.stats.memory.slot_bytes
-        )
+        assert sum(slot.size for slot in slots_of(loader)._all) == loader.stats.memory.slot_bytes
     found = {}
     for n, name in enumerate(HARMLESS):
         array, nothing = results[2 * n + 1]
@@ -269,9 +268,7 @@ def test_the_zoo(place, name, tmp_path, monkeypatch):
         assert loader.stats.errors.replaced == (expected is WorkerDied)
         del results
         # A slot that is lent takes what it may grow to: none is lent for ever.
-        assert (
-            sum(slot.size for slot in inspect(loader).all_slots) == loader.stats.memory.slot_bytes
-        )
+        assert sum(slot.size for slot in slots_of(loader)._all) == loader.stats.memory.slot_bytes
 
 
 FAILING_ITEMS: list[tuple[Trap, type[Exception], str]] = [

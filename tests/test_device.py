@@ -18,12 +18,11 @@ from typing import Any, Self
 
 import numpy as np
 import pytest
-from conftest import WAYS, eventually, in_a_fork, outcomes, printed_by, variants
+from conftest import WAYS, eventually, in_a_fork, leased_slots, outcomes, printed_by, variants
 from helpers import Faulty, Gate, Squares
 from kinds import same
 
 from minloader import Loader, get_worker_info, prefetch
-from minloader._diagnosis.inspect import inspect
 from minloader._prefetch import prefetched
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -561,15 +560,14 @@ def test_slots_are_free_again():
         kept = []
         for batch in prefetch(loader, lambda array: array[::2], 2):
             kept.append(batch)
-        inside = inspect(loader)
-        assert len(inside.leased_slots) == 12
+        assert len(leased_slots(loader)) == 12
         del batch
         kept.clear()
         # The thread may still be on its way out of the last call.
-        assert eventually(lambda: not inside.leased_slots)
+        assert eventually(lambda: not leased_slots(loader))
         for _batch in prefetch(loader, lambda array: array.sum(), 2):
-            assert len(inside.leased_slots) <= 4 + 3  # tasks of the loader, entries of prefetch
-        assert eventually(lambda: not inside.leased_slots)
+            assert len(leased_slots(loader)) <= 4 + 3  # tasks of the loader, entries of prefetch
+        assert eventually(lambda: not leased_slots(loader))
 
 
 # --- state

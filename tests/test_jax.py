@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from conftest import eventually, printed_by, require
+from conftest import eventually, leased_slots, printed_by, require
 from helpers import Echo
 
 from minloader import BatchSampler, Loader, collate, prefetch
-from minloader._diagnosis.inspect import inspect
 
 jax = require("jax")
 
@@ -210,14 +209,14 @@ def test_contents_never_change_though_slots_are_used_again():
         for n, batch in enumerate(to_device(loader)):
             if n % 8 == 0:
                 kept.append(batch["image"])
-        assert len(kept) == 5 <= len(inspect(loader).leased_slots)  # nothing was copied
+        assert len(kept) == 5 <= len(leased_slots(loader))  # nothing was copied
         assert loader.stats.memory.slots < 30  # so that many batches lay where others had
         for n, images in enumerate(kept):
             assert (images[:, 1, 1] == np.arange(32 * n, 32 * n + 4)).all()
         del batch, images
         kept.clear()
         jax.device_put(0)  # JAX lets go of memory when it is called next
-        assert eventually(lambda: not inspect(loader).leased_slots)
+        assert eventually(lambda: not leased_slots(loader))
 
 
 def aligned_array() -> Any:

@@ -23,7 +23,17 @@ import helpers
 import numpy as np
 import psutil
 import pytest
-from conftest import eventually, in_a_fork, printed_by, python, require, variants, workers
+from conftest import (
+    eventually,
+    in_a_fork,
+    leased_slots,
+    printed_by,
+    python,
+    require,
+    slots_of,
+    variants,
+    workers,
+)
 from helpers import (
     Forker,
     Keeper,
@@ -248,7 +258,7 @@ def test_a_slot_lives_as_long_as_any_view(kind, size):
         assert_unchanged()
         assert 0 < loader.stats.memory.slots <= len(kept) + 4 + 2
     assert_unchanged()
-    pool = inspect(loader).slots
+    pool = slots_of(loader)
     del loader, batches, batch
     gc.collect()
     assert_unchanged()
@@ -839,7 +849,7 @@ def test_trouble_after_a_part_was_born():
             assert set(array) == {n}
             assert array.flags.writeable
             assert (other() if callable(other) else other) == n
-        files = {slot.mark for slot in inspect(loader).leased_slots}
+        files = {slot.mark for slot in leased_slots(loader)}
         assert files == mapped_files() & files  # with a lambda too
         array = other = None
         kept.clear()
@@ -870,7 +880,7 @@ def test_forks_share_the_batches_that_are_held(retired, monkeypatch):
     large = partial(numbered, size=1_000_000)  # each in a task, and so in a slot, of its own
     with Loader(large, range(1, 5), num_workers=1) as loader:
         batches = list(loader)
-        held = {slot.mark for slot in inspect(loader).leased_slots}
+        held = {slot.mark for slot in leased_slots(loader)}
         assert len(held) == 4
         for _ in range(3):
             assert in_a_fork(lambda: held <= mapped_files()) == "True"

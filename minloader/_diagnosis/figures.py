@@ -9,6 +9,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from minloader._epochs.counters import Event, Failed
 
+STAGES = ("dataset", "transform", "collate", "transport")
+"""What a worker does for a batch, one after another."""
+
 LATELY = 300.0
 """Seconds that ``slowest`` and the times of a batch look back, if so many events are kept."""
 
@@ -72,20 +75,12 @@ class TimeStats:
     collate: float = 0.0
     transport: float = 0.0
 
-    SUMS: ClassVar = (
-        *("wait", "consumer", "startup", "sampler", "unpacking"),
-        *("dataset", "transform", "collate", "transport"),
-    )
+    SUMS: ClassVar = ("wait", "consumer", "startup", "sampler", "unpacking", *STAGES)
 
     @property
     def stages(self) -> dict[str, float]:
         """Seconds of all workers together, by what they did."""
-        return {
-            "dataset": self.dataset,
-            "transform": self.transform,
-            "collate": self.collate,
-            "transport": self.transport,
-        }
+        return {name: getattr(self, name) for name in STAGES}
 
     @property
     def work(self) -> float:
@@ -340,15 +335,9 @@ def split_task(event: Event) -> Iterator[Event]:
     yield event._replace(args=args)
     if timings is None:
         return
-    transform, collate, transport = timings
-    stages = {
-        "dataset": max(0.0, event.seconds - sum(timings)),
-        "transform": transform,
-        "collate": collate,
-        "transport": transport,
-    }
     start = event.start
-    for name, seconds in stages.items():
+    stages = max(0.0, event.seconds - sum(timings)), *timings
+    for name, seconds in zip(STAGES, stages, strict=True):
         if seconds > 0:
             yield Event(track=event.track, name=name, start=start, seconds=seconds, args={})
         start += seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minloader._diagnosis.processors import processors
 from minloader._diagnosis.trials import Row, Trial
 from minloader._diagnosis.verdict import judge, share
+from minloader._formats import counted
 
 TOLERANCE = 0.1
 """Share of the best rate that is not worth more workers, or more prefetching."""
@@ -81,4 +82,4 @@ def cause(trials: list[Trial], best: Trial) -> str:
 
 
 def _workers(row: Row) -> str:
-    return f"{row.num_workers} worker{'s' * (row.num_workers != 1)}"
+    return counted(row.num_workers, "worker")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from minloader._epochs.feed import is_of_drop_in
 from minloader._loader import Loader
-from minloader._memory.slots import Slot, Slots
 from minloader._pools.processes import ProcessPool
 from minloader._worker.torch_stream import Stream
 
@@ -130,20 +129,3 @@ class Inspection:
             for executor in self.executors
             for index, process in enumerate(executor.workers)
         ]
-
-    # --- the shared memory
-
-    @property
-    def slots(self) -> Slots | None:
-        """The shared memory of the first pool; None where batches need or want none."""
-        return self.group.pools[0].slots
-
-    @property
-    def all_slots(self) -> list[Slot]:
-        """The slots of the first pool: free, lent to a task, or leased to batches."""
-        return list(self.slots._all) if self.slots else []
-
-    @property
-    def leased_slots(self) -> list[Slot]:
-        """The slots of the first pool whose memory batches still use."""
-        return list(self.slots._leased) if self.slots else []

@@ -114,7 +114,8 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         ValueError: an epoch has no batches.
         Exception: the loader raised it.
     """
-    inspect(loader).group.plugins += [ProcessorTime(), LongStart()]
+    view = inspect(loader)
+    view.group.plugins += [ProcessorTime(), LongStart()]
     begin = 0.0
     before = Stats()
     looks: list[tuple[float, int]] = []
@@ -139,7 +140,6 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
             format_bytes(grown),
         )
     workers = loader.num_workers
-    view = inspect(loader)
     window = max(stats.seconds, 1e-9)
     row = Row(
         num_workers=workers,

@@ -10,13 +10,13 @@ from minloader._diagnosis.figures import PlainStats
 from minloader._diagnosis.processors import processors
 from minloader._formats import counted
 
-STAGES = {
+IN_WORDS = {
     "dataset": "the dataset",
     "transform": "transform",
     "collate": "collate_fn",
     "transport": "packing batches",
 }
-"""The stages of a worker's task, and their names in a sentence."""
+"""The stages of a worker, in a sentence."""
 
 LITTLE_WORK = 30e-6
 """Seconds of work a batch below which its delivery costs more than its making."""
@@ -72,7 +72,7 @@ def judge(stats: PlainStats, *, more: bool = True) -> tuple[str, str]:
     seconds = times.stages
     stage = max(seconds, key=lambda name: seconds[name])
     part = share(seconds[stage], times.work)
-    limit = f"{STAGES[stage]} is the limit, with {part} of the work"
+    limit = f"{IN_WORDS[stage]} is the limit, with {part} of the work"
     if stats.memory.overflowed > stats.batches / 10:
         pipe = "batches go through the pipe, so more shared_memory would help"
         return "transport", f"the consumer {waited}, and {pipe}"
