@@ -1,16 +1,13 @@
-"""How messages show values, and what several places say.
+"""How messages show values, and what several of them say.
 
 Nothing here fails, whatever it is given.
 """
 
 from __future__ import annotations
 
-import logging
 import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
-
-logger = logging.getLogger("minloader")
 
 brief_repr = reprlib.repr
 """How messages show a value: never long, never failing."""
@@ -90,31 +87,3 @@ WHOLE_ITEM = (
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     """Say where a debugger can be used; for ``sys.breakpointhook`` in a worker process."""
     raise RuntimeError(f"breakpoint() in a worker: {ADVICE['BdbQuit']}")
-
-
-def warn_idle_workers(num_workers: int, shards: int) -> None:
-    """Say in the log that a stream has fewer shards than there are workers."""
-    if num_workers > shards:
-        logger.warning(
-            "the stream has %d shards, as many as there were workers when it was first begun: %d "
-            "of %d workers have nothing to read; more shards take a new Loader, and no state",
-            shards,
-            num_workers - shards,
-            num_workers,
-        )
-
-
-def warn_rereading(again: list[int]) -> None:
-    """Say in the log that shards of a stream without a state are read again to where they were.
-
-    Args:
-        again: how many batches of each are passed over.
-    """
-    if any(again):
-        logger.warning(
-            "the stream is read again from its beginning, past %s in %s, before the "
-            "first new batch, since it has no state; give it, or what its __iter__ returns, "
-            "state_dict and load_state_dict to resume at once",
-            counted(sum(again), "batch"),
-            counted(sum(map(bool, again)), "shard"),
-        )

@@ -18,7 +18,6 @@ from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
 from minloader import _arguments as arguments
-from minloader import _formats as formats
 from minloader import _protocols as protocols
 from minloader._arguments import checked_int
 from minloader._epochs.counters import Counters, EventFile
@@ -293,7 +292,7 @@ class Loader(Generic[B]):
             self._shared.counters.former = self._shared.stats.without_events()
             group.resize(num_workers)
             if self._course.shards is not None:
-                formats.warn_idle_workers(num_workers, self._course.shards)
+                _look_at_shards(num_workers, self._course.shards)
 
     @property
     def stats(self) -> Stats:
@@ -476,7 +475,7 @@ class Loader(Generic[B]):
                     f"allow is for a sampler of minloader's, but this loader has a stream, got "
                     f"{allow!r}; drop it"
                 )
-            formats.warn_idle_workers(self.num_workers, len(position.lanes))
+            _look_at_shards(self.num_workers, len(position.lanes))
         else:
             position = course.adapt(position, seed, allow)
         # Only now: the epoch under way goes on after a state that was refused.
@@ -509,6 +508,14 @@ class Loader(Generic[B]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _look_at_shards(num_workers: int, shards: int) -> None:
+    """Say in the log if a stream has fewer shards than there are workers."""
+    if num_workers > shards:
+        from minloader._diagnosis.shard_watch import report_idle_workers
+
+        report_idle_workers(num_workers, shards)
 
 
 def _open_trace(path: str | os.PathLike[str]) -> EventFile:

@@ -1,4 +1,4 @@
-"""Says in the log, once, what looks wrong with the shards of a stream that has several."""
+"""Says in the log what looks wrong with the shards of a stream."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._errors import breaks_in
+from minloader._formats import counted
 from minloader._sampling.leaves import first_leaves
 
 logger = logging.getLogger("minloader")
@@ -73,3 +74,29 @@ class ShardWatch:
                 self._total,
                 self._total - empty,
             )
+
+
+def report_idle_workers(num_workers: int, shards: int) -> None:
+    """Say in the log that a stream has fewer shards than there are workers."""
+    logger.warning(
+        "the stream has %d shards, as many as there were workers when it was first begun: %d of %d "
+        "workers have nothing to read; more shards take a new Loader, and no state",
+        shards,
+        num_workers - shards,
+        num_workers,
+    )
+
+
+def report_rereading(again: list[int]) -> None:
+    """Say in the log that shards of a stream without a state are read again to where they were.
+
+    Args:
+        again: how many batches of each are passed over.
+    """
+    logger.warning(
+        "the stream is read again from its beginning, past %s in %s, before the first new batch, "
+        "since it has no state; give it, or what its __iter__ returns, state_dict and "
+        "load_state_dict to resume at once",
+        counted(sum(again), "batch"),
+        counted(sum(map(bool, again)), "shard"),
+    )

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from minloader import _formats as formats
 from minloader import _protocols as protocols
 from minloader._epochs.epoch import Epoch
 from minloader._epochs.feed import SamplerFeed, SamplerSource, check_length
@@ -146,7 +145,11 @@ class Course:
             return replace(self.next_position(), length=None)
         if start.is_stream and not is_stateful(self._dataset):
             shards = [lane for lane in start.lanes if lane.source_state.state is None]
-            formats.warn_rereading([lane.given for lane in shards if not lane.is_ended])
+            again = [lane.given for lane in shards if not lane.is_ended]
+            if any(again):
+                from minloader._diagnosis.shard_watch import report_rereading
+
+                report_rereading(again)
         return start
 
     @property
