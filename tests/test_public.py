@@ -207,6 +207,10 @@ HANGING = {
     "_diagnosis.shard_watch": "Loader(Stream(), num_workers=2)",
     "_worker.processor_time": "Loader(loaded, [0], trace='trace.json')",
     "_worker.long_start": "examined()",
+    "_worker.own_generators": "Loader(loaded, [0], seed_generators=True)",
+    "_memory.parts": "Loader(loaded, [0], seed_generators=True)",
+    "_sampling.leaves": "Loader(Stream(), num_workers=2)",
+    "_diagnosis.trace": "Loader(loaded, [0], trace='trace.json')",
 }
 """What is not of the core, and a loader that has it loaded, here or in the worker."""
 
@@ -285,7 +289,7 @@ def test_the_core_only_shrinks():
     ] == []
     # What the table of reducers loads when it is met: none of this is in a loader of arrays.
     when_met = ("decorated", "frames", "inherited", "registered", "shared_arrays", "tensors")
-    when_met = {f"minloader._memory.{name}" for name in (*when_met, "unpicklable")}
+    when_met = {f"minloader._memory.{name}" for name in (*when_met, "parts", "unpicklable")}
     assert when_met <= set(sizes) | set(paths)
     assert when_met & {*core, *in_worker, *later} == set()
 
