@@ -12,12 +12,12 @@ from conftest import require, variants
 from numpy.testing import assert_array_equal
 
 from minloader import Loader, TransportError
+from minloader._diagnosis.leaves import leaves
 from minloader._foreign.worker import OutOfBand
 from minloader._memory import tensors
 from minloader._memory.job_file import JobFile
 from minloader._memory.pickling import BatchPacker, PackedBatch, pack, unpack, unpack_batch
 from minloader._sampling import torch_collate
-from minloader._sampling.leaves import leaves
 
 torch = require("torch")
 forms = require("forms")

@@ -44,7 +44,7 @@ from minloader import (
     get_worker_info,
 )
 from minloader._diagnosis.inspect import inspect, with_arguments
-from minloader._sampling.leaves import MOST_LEAVES, leaves
+from minloader._diagnosis.leaves import MOST_LEAVES, leaves
 from minloader.doctor import examine
 from minloader.testing import IrreproducibleError, check_reproducible
 

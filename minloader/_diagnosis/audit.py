@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from minloader._arguments import checked_int
 from minloader._diagnosis.inspect import inspect, with_arguments
+from minloader._diagnosis.leaves import Leaf, Leaves, leaves
 from minloader._errors import MinloaderError
 from minloader._formats import brief_repr
 from minloader._loader import Loader
-from minloader._sampling.leaves import Leaf, Leaves, leaves
 from minloader._worker.own_generators import find_shared, own_message, states_of
 
 logger = logging.getLogger("minloader")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from minloader._diagnosis.leaves import first_leaves
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._errors import breaks_in
 from minloader._formats import counted
-from minloader._sampling.leaves import first_leaves
 
 logger = logging.getLogger("minloader")
 
