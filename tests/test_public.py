@@ -209,7 +209,7 @@ HANGING = {
     "_worker.long_start": "examined()",
     "_worker.own_generators": "Loader(loaded, [0], seed_generators=True)",
     "_memory.parts": "Loader(loaded, [0], seed_generators=True)",
-    "_sampling.leaves": "Loader(Stream(), num_workers=2)",
+    "_diagnosis.leaves": "Loader(Stream(), num_workers=2)",
     "_diagnosis.trace": "Loader(loaded, [0], trace='trace.json')",
 }
 """What is not of the core, and a loader that has it loaded, here or in the worker."""

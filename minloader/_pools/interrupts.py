@@ -46,9 +46,12 @@ class Interrupts:
 
     def __enter__(self) -> None:
         former = _signal.getsignal(_SIGINT)
-        if not callable(former) or former == self._note:
-            return
-        if get_ident() == main_thread().ident:
+        holder = getattr(former, "__self__", None)
+        if isinstance(holder, Interrupts):
+            if holder.is_on:
+                return  # it is held, by this or by a block around this
+            former = holder._former  # an exception has come there before the handler was put back
+        if callable(former) and get_ident() == main_thread().ident:
             self._former = former
             _signal.signal(_SIGINT, self._note)
 
