@@ -451,11 +451,15 @@ class Reader:
                 if self._may_be_untold:
                     self._tell_again()
                 drawn.extend(chain((most,), self._coming(most), (DONE,)))
+            except KeyboardInterrupt:
+                raise
             except BaseException as raised:
-                if self._ends_program(raised):
-                    raise
-                self._error = raised  # behind the items
+                self._error = raised  # behind the items; first: it may not come again
                 drawn.append(DONE)
+                if self._ends_program(raised):
+                    self._error = None
+                    drawn.pop()
+                    raise
         error = self._error
         if error is not None and len(drawn) <= 2:
             # Without a call in between, and so without Ctrl-C.
