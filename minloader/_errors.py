@@ -145,6 +145,11 @@ def breaks_in(error: BaseException) -> bool:
     return not isinstance(error, Exception) or bool(file_broken_into(error))
 
 
+def is_own(error: BaseException) -> bool:
+    """Return whether an error is of the code that it was met in, be it ``sys.exit()``."""
+    return isinstance(error, SystemExit) or not breaks_in(error)
+
+
 def file_broken_into(error: BaseException) -> str:
     """Return the file whose code was interrupted by a signal, the handler of which has raised an
     error; "" if none has.

@@ -15,6 +15,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 from weakref import WeakKeyDictionary
 
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 
 logger = logging.getLogger("minloader")
@@ -150,6 +151,8 @@ def known_state(thing: Any) -> Any:
     try:
         return state_of(thing)
     except Exception as error:  # many have none before their first item, or behind their last
+        if breaks_in(error):
+            raise
         logger.debug("%s does not say where it is: %r", brief_repr(thing), error)
         return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from minloader._epochs import failures
@@ -63,6 +62,8 @@ class SamplerSource(Source):
         try:
             return len(self.items)
         except Exception as error:
+            if breaks_in(error):
+                raise
             logger.debug("the sampler has no length: %r", error)
             return None
 
@@ -163,9 +164,10 @@ class SamplerFeed(Reader):
         try:
             self.open()
         except Exception as error:
-            if breaks_in(error):
-                raise
             self.error = error  # first: it may not come again
+            if breaks_in(error):
+                self.error = None
+                raise
             self.is_ended = True
             self.fail(error)
 
@@ -246,8 +248,11 @@ class SamplerFeed(Reader):
     def state_behind_error(self) -> SourceState:
         """Return a state such that a run that goes on does not meet the error again."""
         if self.source.is_ours:
-            with suppress(Exception):  # else it is drawn up to there, and what fails is passed over
+            try:
                 return self._current_state()
+            except Exception as error:  # it is drawn up to there, and what fails is passed over
+                if breaks_in(error):
+                    raise
         return self.known
 
     def check_at(self, given: int, head: Task | None) -> Check | None:
@@ -289,9 +294,10 @@ class SamplerFeed(Reader):
                 if time.perf_counter() > until:
                     return
         except Exception as error:
-            if breaks_in(error):
-                raise
             self.error = error  # first: it may not come again
+            if breaks_in(error):
+                self.error = None
+                raise
             self.fail(error)
 
     def finish(self, task: Task) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minloader._errors import BatchError, without_frames
+from minloader._errors import BatchError, is_own, without_frames
 from minloader._memory.pickling import PackedBatch, unpack, unpack_batch
 from minloader._pools.base import HeldItem
 from minloader._pools.ticket import Ticket
@@ -109,6 +109,8 @@ class Task:
             if kind is bytes and self.reply.packed:
                 return unpack(outcome)
         except (Exception, SystemExit) as error:
+            if not is_own(error):
+                raise
             return Failure.of(error, packed=False, when="when the batch was unpickled")
         return outcome
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from minloader._errors import breaks_in
 from minloader._memory.files import LARGE, SlotAddress
 from minloader._memory.reducers import (
     IN_BATCHES,
@@ -153,6 +154,8 @@ def pack(obj: Any, *, down: bool) -> bytes:
             if not any(name in payload for name in special):
                 return payload
     except Exception as error:  # lambdas, local classes: cloudpickle's job
+        if breaks_in(error):
+            raise
         shorten_notes(error)
         plain_error = error
     buffer = io.BytesIO()

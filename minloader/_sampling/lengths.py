@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 
 
@@ -34,5 +35,7 @@ def _length_or_error(length_of: Callable[[Any], Any], item: Any) -> Any:
     try:
         return length_of(item)
     except Exception as error:
+        if breaks_in(error):
+            raise
         error.add_note(f"minloader: when the length of {brief_repr(item)} was looked up")
         return error

@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minloader._arguments import as_float, check_iterable, checked_choice
-from minloader._errors import without_frames
+from minloader._errors import breaks_in, without_frames
 from minloader._formats import brief_repr
 from minloader._protocols import is_array_like
 from minloader._sampling.base import Run, RunState, Sampler
@@ -379,6 +379,8 @@ class WindowSampler(Sampler):
                     )
                 costs[number] = cost
             except Exception as error:
+                if breaks_in(error):
+                    raise
                 errors |= dict.fromkeys(np.flatnonzero(where == number).tolist(), error)
         return costs[where]
 
@@ -512,7 +514,7 @@ class _WindowRun(Run):
         try:
             reading.add_to(items, WINDOW - before)
         except Exception as error:
-            if reading.is_ended:  # it cannot be begun, which is no error of a window
+            if reading.is_ended or breaks_in(error):  # the former is no error of a window
                 raise
             self._pending_errors.append(error)
         finally:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minloader._errors import SKIP, BatchError, summary
+from minloader._errors import SKIP, BatchError, is_own, summary
 from minloader._formats import brief_repr
 from minloader._protocols import (
     checked_indices,
@@ -153,8 +153,8 @@ class BatchMaker:
         """Return what ``__getitems__`` gives; if that fails, samples that are read one by one."""
         try:
             return self.job.dataset.__getitems__(item)
-        except (Exception, SystemExit):
-            if self.job.options.on_sample_error is None or not indices:
+        except (Exception, SystemExit) as error:
+            if self.job.options.on_sample_error is None or not indices or not is_own(error):
                 raise
         return self._each(self.read, indices, indices)
 
@@ -190,9 +190,7 @@ class BatchMaker:
                 results.append(function(value))
             except BaseException as error:
                 self.failing = tuple(indices[number : number + 1])
-                if self.job.options.on_sample_error is None or not isinstance(
-                    error, Exception | SystemExit
-                ):
+                if self.job.options.on_sample_error is None or not is_own(error):
                     raise
                 results.append(self.job.options.on_sample_error(self._sample_error(number, error)))
                 self.errors.append((self.item, self.failing, summary(error)))

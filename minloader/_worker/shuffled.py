@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from minloader._arguments import check_iterable, checked_int
+from minloader._errors import is_own
 from minloader._protocols import is_stateful, states_of
 from minloader._sampling.seeding import generator
 from minloader._worker.current import get_worker_info
@@ -193,8 +194,8 @@ class Shuffle:
             del parts["dataset"]
         try:
             return states_of(parts)
-        except Exception:
-            if self._half_number < 0:
+        except Exception as error:
+            if self._half_number < 0 and is_own(error):
                 return None  # before its first sample it may have none, and begins anew
             raise
 
@@ -271,6 +272,6 @@ class StatefulShuffle(Shuffle):
             try:
                 self._fill(len(half.samples) + 1)
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt) or half.num_failed > failures:
+                if not is_own(error) or half.num_failed > failures:
                     raise
                 logger.debug("a sample of a shuffled stream fails again: %r", error)

@@ -37,6 +37,7 @@ from minloader._epochs.iterator import Batches
 from minloader._epochs.options import OnError
 from minloader._epochs.position import check_version
 from minloader._epochs.task import Delivery
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._pools.interrupts import interrupts_held
@@ -833,6 +834,8 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
             try:
                 delivery.outcome = self._look_at(delivery.outcome)
             except Exception as error:  # it takes the place of the batch
+                if breaks_in(error):
+                    raise
                 delivery.outcome = None
                 delivery.error = error
         if items is not None and not self.holds:

@@ -27,6 +27,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from minloader._arguments import checked_int
 from minloader._epochs.feed import may_be_read_ahead
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._protocols import has_epochs, is_stateful, state_of
 from minloader._sampling.base import Sampler
@@ -118,6 +119,8 @@ def said_by(part: Any) -> dict[str, Any] | None:
     try:
         state = copy.deepcopy(state_of(part))
     except Exception as error:  # many have none before their first item
+        if breaks_in(error):
+            raise
         logger.debug("%s does not say where it is: %r", brief_repr(part), error)
     if number is None and has_epochs(part) and isinstance(state, Mapping):
         number = state.get("epoch", state.get("_epoch"))
@@ -458,6 +461,8 @@ class Items(Iterator[Any]):
             # anew.
             self._drawn.extend(map(call, itertools.repeat(draw, most)))
         except Exception as error:
+            if breaks_in(error):
+                raise
             self._drawn.append(Raised(error))
 
     def _next(self) -> Any:
