@@ -1,10 +1,9 @@
-"""What comes between two instructions: Ctrl-C where CPython looks for signals, or a thread."""
+"""What comes between two instructions: a signal where CPython looks for signals, or a thread."""
 
 from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import itertools
 import random
 import signal
@@ -28,6 +27,9 @@ FEEDS = f"{OURS}/_epochs/feed.py", READER
 SHARD_FEEDS = f"{OURS}/_epochs/shard_feed.py"
 """What draws from samplers, and what makes the tasks of streams."""
 
+ERRORS = f"{OURS}/_errors.py"
+"""What is asked what an error is."""
+
 TESTS = str(Path(__file__).parent)
 """What stands for the user's code. A generator in it that was interrupted cannot go on."""
 
@@ -41,20 +43,42 @@ CALLED_BY_WEAKREFS = "/weakref.py", "/multiprocessing/util.py"
 """Ends of the paths of modules whose finalizers have no name that tells."""
 
 
+class TimeLimit(Exception):
+    """What the handler of an alarm raises."""
+
+
+class Deadline(BaseException):
+    """Likewise, and no ``except Exception`` takes it."""
+
+
+class Boom(BaseException):
+    """What another thread sets."""
+
+
+Breaking = type[KeyboardInterrupt | TimeLimit | Deadline | Boom]
+
+
 class Outcome(NamedTuple):
     """What became of a call.
 
     Attributes:
-        reached: whether there were so many places.
-        interrupted: whether the KeyboardInterrupt came out of the call.
+        left: how many places were left to pass at its end; -1: it has come.
+        interrupted: whether it came out of the call.
         value: what the call returned, if it did.
-        ended_generator: whether it came in what a generator of the tests called, which has ended.
+        in_tests: whether it came in what code of the tests called, such as a stream's.
+        where: it came, for messages.
     """
 
-    reached: bool
+    left: int
     interrupted: bool
     value: Any
-    ended_generator: bool = False
+    in_tests: bool
+    where: str
+
+    @property
+    def reached(self) -> bool:
+        """Whether there were so many places."""
+        return self.left < 0
 
 
 @functools.cache
@@ -78,24 +102,40 @@ def places(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-def interrupted(call: Callable[[], Any], step: int, within: Within = OURS) -> Outcome:
-    """Makes a call, in which a KeyboardInterrupt comes.
+@functools.cache
+def calls(code: CodeType) -> frozenset[int]:
+    """The instructions before which an exception can come that is set from outside: each call."""
+    made = {each.offset for each in dis.Bytecode(code) if each.opname.startswith("CALL")}
+    return frozenset(made) | places(code)
+
+
+def interrupted(
+    call: Callable[[], Any], step: int, within: Within = OURS, raises: Breaking = KeyboardInterrupt
+) -> Outcome:
+    """Makes a call, in which something comes.
 
     Args:
         call: what is called, in this thread.
         step: how many places are passed before.
         within: folder of the code in which places are counted; "" for all code but the tests'.
+        raises: what comes. KeyboardInterrupt: the signal, for whatever handler there is. Others are
+            raised there by what is the handler of SIGALRM then.
     """
-    left, reached, ended_generator = step, False, False
+    left, in_tests, came_at = step, False, ""
+    where = calls if raises is Boom else places
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left, reached, ended_generator
-        if event == "opcode" and frame.f_lasti in places(frame.f_code):
-            left -= 1
-            if left < 0 and not drops_errors(frame):
-                reached = True
-                ended_generator = _is_in_generator(frame)
+        nonlocal left, in_tests, came_at
+        if event == "opcode" and left >= 0 and frame.f_lasti in where(frame.f_code):
+            if left > 0:
+                left -= 1
+            elif not drops_errors(frame):
+                left = -1
+                in_tests = _is_in_tests(frame)
+                came_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
+                if raises is not KeyboardInterrupt:
+                    raise raises
                 signal.raise_signal(signal.SIGINT)  # which code may hold off, for a while
         return count
 
@@ -107,6 +147,8 @@ def interrupted(call: Callable[[], Any], step: int, within: Within = OURS) -> Ou
         frame.f_trace_opcodes = True
         return count
 
+    was_interrupted, value = False, None
+    rings = signal.signal(signal.SIGALRM, count)  # called from there it would be in the traceback
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
     with warnings.catch_warnings():
@@ -115,12 +157,13 @@ def interrupted(call: Callable[[], Any], step: int, within: Within = OURS) -> Ou
         sys.settrace(begin)
         try:
             value = call()
-        except KeyboardInterrupt:
-            return Outcome(reached, True, None, ended_generator)
+        except raises:
+            was_interrupted = True
         finally:
             sys.settrace(former)
-            left = sys.maxsize  # 3.15 asks the same function again where a generator goes on
-    return Outcome(reached, False, value)
+            signal.signal(signal.SIGALRM, rings)
+            passed, left = left, -1  # 3.15 asks the same function where a generator goes on
+    return Outcome(passed, was_interrupted, value, in_tests, came_at)
 
 
 def each_place(
@@ -247,11 +290,10 @@ def drops_errors(frame: FrameType | None) -> bool:
     return False
 
 
-def _is_in_generator(frame: FrameType | None) -> bool:
-    """Whether a generator of the tests has called this, within the call that is interrupted."""
-    while frame is not None and frame.f_code is not interrupted.__code__:
-        code = frame.f_code
-        if code.co_flags & inspect.CO_GENERATOR and code.co_filename.startswith(TESTS):
+def _is_in_tests(frame: FrameType) -> bool:
+    """Whether code of the tests has called this, within the call that is interrupted."""
+    while frame.f_back is not None and frame.f_back.f_code is not interrupted.__code__:
+        if frame.f_code.co_filename.startswith(TESTS):
             return True
         frame = frame.f_back
     return False

@@ -11,7 +11,7 @@ import copy
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,8 @@ from torch_helpers import (
 from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, prefetch
 from minloader.torch import DataLoader
 
-from .machine import counts, failures
+from .machine import break_in, counts, failures
+from .programs import Break
 
 Arguments = dict[str, Any]
 
@@ -411,25 +412,32 @@ class DropIn:
         else:
             place.rest = dict([*place.rest.items()][count:])
 
-    def take(self, count: int, interrupt: int | None = None, within: str = OURS) -> bool:
-        """Takes batches; says whether the first ``next`` had so many places for Ctrl-C."""
-        self.steps.append(f"take {count}, Ctrl-C at {interrupt}")
+    def take(self, count: int, breaks: Sequence[Break] = ()) -> bool:
+        """Takes batches; says whether what was to break into the first ``next`` has come.
+
+        Args:
+            count: how many.
+            breaks: what breaks in; the second in the ``next`` behind that of the first.
+        """
+        self.steps.append(f"take {count}, {', '.join(map(str, breaks))}")
         is_begun = self.entered
         told = times_told(self.loader)
         self.enter()
         reached = False
         for _ in range(count):
             before = global_generators()
-            if interrupt is not None:
-                outcome = interrupted(lambda: next(self.batches, END), interrupt, within)
-                reached = outcome.reached
+            was_interrupted = True
+            for each in breaks:
+                outcome = interrupted(self.next, each.place, each.within, each.raises)
+                reached, was_interrupted = outcome.reached, outcome.interrupted
+                assert reached == was_interrupted, f"swallowed: {outcome.where}"
                 # The generators may be behind until the batch after the next is asked for.
-                is_begun &= not (outcome.interrupted and self.draws_as_it_goes)
-                self.is_disturbed |= outcome.interrupted
-                batch = next(self.batches, END) if outcome.interrupted else outcome.value
-                interrupt = None
-            else:
-                batch = next(self.batches, END)
+                is_begun &= not (was_interrupted and self.draws_as_it_goes)
+                self.is_disturbed |= was_interrupted
+                if not was_interrupted:
+                    break
+            batch = self.next() if was_interrupted else outcome.value
+            breaks = ()
             if batch is END:
                 self.end()
                 break
@@ -439,6 +447,9 @@ class DropIn:
             is_begun = True
         assert times_told(self.loader) == told, "a sampler was told an epoch"
         return reached
+
+    def next(self) -> Any:
+        return next(self.batches, END)
 
     def check_generators(self, before: Generators, ordinal: int) -> None:
         """They are drawn from by the sampler alone, and only if nobody else has drawn since."""
@@ -644,7 +655,7 @@ def press(kind: str, num_workers: int, steps: str, stride: int, within: str = OU
     for place in itertools.count(0, stride):
         program = run(kind, num_workers, steps)
         with explained(program):
-            reached = program.take(1, place, within)
+            reached = program.take(1, [Break(place, within=within)])
             program.note()
             do(program, f"finish; begin {program.place.number}; finish; verify")
         program.close()
@@ -708,8 +719,8 @@ class TorchPrograms(RuleBasedStateMachine):
         return hasattr(self, "program") and self.program.batches is not None
 
     @precondition(lambda self: not self.live)
-    @rule(again=st.booleans(), depth=st.integers(0, 2))
-    def begin(self, again: bool, depth: int) -> None:
+    @rule(again=st.booleans(), depth=st.integers(0, 2), breaks=st.none() | st.lists(break_in))
+    def begin(self, again: bool, depth: int, breaks: list[Break] | None) -> None:
         """As a loop does, also once more in the epoch that a state is of."""
         with self.noted("begin") as program:
             goes_on = program.place.rest is not None and not program.left
@@ -718,12 +729,14 @@ class TorchPrograms(RuleBasedStateMachine):
             program.begin(None if goes_on and not again else epoch)
             if depth:
                 program.prefetch(depth)
+        if breaks is not None and self.live:
+            self.take(1, breaks)
 
     @precondition(lambda self: self.live)
-    @rule(count=st.integers(1, 4), place=st.none() | st.none() | st.integers(0, 1_000))
-    def take(self, count: int, place: int | None) -> None:
+    @rule(count=st.integers(1, 4), breaks=st.just([]) | st.lists(break_in, max_size=2))
+    def take(self, count: int, breaks: list[Break]) -> None:
         with self.noted("next") as program:
-            program.take(count, place)
+            program.take(count, breaks)
 
     @precondition(lambda self: self.live)
     @rule()
@@ -747,15 +760,10 @@ class TorchPrograms(RuleBasedStateMachine):
         with self.noted("state_dict") as program:
             program.note()
 
-    @rule()
-    def draw(self) -> None:
-        with self.noted("torch.rand") as program:
-            program.draw()
-
-    @rule(own=st.booleans())
-    def reseed(self, own: bool) -> None:
-        with self.noted("reseed") as program:
-            program.reseed(own)
+    @rule(how=st.sampled_from(["torch.rand", "reseed", "reseed own"]))
+    def draw(self, how: str) -> None:
+        with self.noted(how) as program:
+            STEPS[how](program)
 
     @precondition(lambda self: self.program.saved)
     @rule(which=st.integers(0, 9), data=st.data(), restores=st.booleans())

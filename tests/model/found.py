@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from interrupts import FEEDS, OURS, SHARD_FEEDS, Within
+from interrupts import ERRORS, FEEDS, OURS, SHARD_FEEDS, Boom, Breaking, TimeLimit, Within
 
-from .programs import KINDS, Kind, Program
+from .programs import KINDS, Break, Kind, Program
 
 STEPS: dict[str, Callable[..., Any]] = {
     "iter": lambda program: program.begin("iter"),
@@ -40,16 +40,45 @@ STEPS: dict[str, Callable[..., Any]] = {
 }
 """What may be done, and how; numbers behind a name are its arguments."""
 
-PRESSED: dict[str, Callable[..., Any]] = {
-    "iter": lambda program, place, within: program.begin("iter", place=place),
-    "epochs": lambda program, place, within: program.begin("epochs", 2, place=place),
-    "next": lambda program, place, within: program.interrupt(-1, place, within, noted=True),
-    "next of the former": lambda program, place, within: program.interrupt(0, place, within),
-    "load": lambda program, place, within: program.load(0, place),
-    "skip": lambda program, place, within: program.skip(2, place),
-    "resize": lambda program, place, within: program.resize(1, place),
+PRESSED: dict[str, Callable[[Program, list[Break]], Any]] = {
+    "iter": lambda program, breaks: program.begin("iter", breaks=breaks[0]),
+    "epochs": lambda program, breaks: program.begin("epochs", 2, breaks=breaks[0]),
+    "next": lambda program, breaks: program.interrupt(-1, breaks, noted=True),
+    "next of the former": lambda program, breaks: program.interrupt(0, breaks),
+    "next of both": lambda program, breaks: [
+        program.runs[which:] and program.interrupt(which, breaks) for which in (0, 1, 0)
+    ],
+    "load": lambda program, breaks: program.load(0, breaks[0]),
+    "skip": lambda program, breaks: program.skip(2, breaks[0]),
+    "resize": lambda program, breaks: program.resize(1, breaks[0]),
+    "loop": lambda program, breaks: loop(program, breaks),
 }
-"""What Ctrl-C may come in."""
+"""What something may break into."""
+
+COMES: dict[str, tuple[Breaking, int]] = {
+    "Ctrl-C": (KeyboardInterrupt, 1),
+    "Ctrl-C twice": (KeyboardInterrupt, 2),
+    "an alarm": (TimeLimit, 1),
+    "another thread's": (Boom, 1),
+}
+"""What breaks in, and how often."""
+
+LOOPS: dict[str, str] = {
+    "iter": "iter",
+    "a second one": "iter; finish; iter",
+    "epochs": "epochs 2",
+    "prefetch": "prefetch 1 2",
+    "prefetched epochs": "prefetch 2 2",
+}
+"""Loops into which it does, at any place of all their calls."""
+
+FATES: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "failing": {"bad": frozenset({4})},
+    "left out": {"bad": frozenset({4}), "fate": "left out"},
+    "in any order": {"options": {"seed": 7, "in_order": False}},
+}
+"""Arguments of a program."""
 
 FOUND: dict[str, str] = {
     "the loop": "iter; finish; iter; finish; iter; finish",
@@ -127,12 +156,14 @@ class Press(NamedTuple):
         call: one of ``PRESSED``.
         within: folder of the code in which places are counted.
         stride: how far apart they are.
+        comes: one of ``COMES``.
     """
 
     before: str
     call: str
     within: Within = OURS
     stride: int = 1
+    comes: str = "Ctrl-C"
 
 
 PRESSES: dict[str, Press] = {
@@ -155,6 +186,14 @@ PRESSES: dict[str, Press] = {
     "resize": Press("iter; take 1", "resize", stride=19),
     "prefetch": Press("prefetch 2 2", "next", f"{OURS}/_prefetch.py", 11),
     "what is read again": Press("iter; take 2; resize 3", "next", SHARD_FEEDS, 7),
+    "an error of the sampler": Press("iter; take 3", "next", ERRORS),
+    "alarms, where Ctrl-C is held": Press(
+        "iter; iter; take 1 0; take 1 1",
+        "next of both",
+        f"{OURS}/_epochs/interrupts.py",
+        1,
+        "an alarm",
+    ),
 }
 
 NEEDS: dict[str, Callable[[Kind], Any]] = {
@@ -187,13 +226,13 @@ def possible(steps: str, way: str, kinds: Iterable[str]) -> list[str]:
     return found
 
 
-def run(kind: str, way: str, steps: str) -> Program:
+def run(kind: str, way: str, steps: str, **arguments: Any) -> Program:
     """Runs a program of so many steps; it is to be ended."""
     what = KINDS[kind]
     in_pairs = what.stream and way == "threads"
     options = {"seed": 7, "batch_size": 2} if in_pairs else {"seed": 7}
     collated = in_pairs or bool(what.options)
-    program = Program(kind, way, 13, options=options, collated=collated)
+    program = Program(kind, way, 13, **{"options": options, "collated": collated} | arguments)
     try:
         do(program, steps)
     except BaseException as error:
@@ -210,13 +249,17 @@ def do(program: Program, steps: str) -> None:
         STEPS[" ".join(word for word in words if not word.lstrip("-").isdigit())](program, *numbers)
 
 
-def press(kind: str, way: str, pressed: Press, stride: int) -> int:
-    """Ctrl-C comes at each so many-th place of a call; says how many places there are."""
-    for place in itertools.count(0, stride):
-        program = run(kind, way, pressed.before)
+def press(kind: str, way: str, pressed: Press, **arguments: Any) -> int:
+    """It comes at each so many-th place of a call; says how many places there are."""
+    raises, times = COMES[pressed.comes]
+    behind = itertools.cycle(range(0, 60, 7))
+    for place in itertools.count(0, pressed.stride):
+        program = run(kind, way, pressed.before, **arguments)
+        places = [place, next(behind)][:times]
         try:
-            PRESSED[pressed.call](program, place, pressed.within)
-            reached = program.reached
+            breaks = [Break(each, raises, pressed.within) for each in places]
+            PRESSED[pressed.call](program, breaks)
+            reached = program.left < 0
             if program.what.has_state:
                 program.note()
             do(program, "finish 0; finish; iter; finish")
@@ -230,6 +273,13 @@ def press(kind: str, way: str, pressed: Press, stride: int) -> int:
         if not reached:
             return place
     raise AssertionError
+
+
+def loop(program: Program, breaks: list[Break]) -> None:
+    """Takes all that there is; what has too few places in one call comes in the next."""
+    program.left = breaks[0].place
+    while program.runs and program.left >= 0:
+        program.interrupt(-1, [breaks[0]._replace(place=program.left), *breaks[1:]])
 
 
 def take(program: Program, count: int, which: int = -1) -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from interrupts import Breaking, Deadline, TimeLimit
 
 from .programs import (
     DATASETS,
@@ -24,6 +25,7 @@ from .programs import (
     ON_ERROR,
     WAYS,
     WITHIN,
+    Break,
     Kind,
     Program,
     Refused,
@@ -45,8 +47,12 @@ some = st.integers(0, 2)
 
 seeds = st.sampled_from([0, 0, 7, None])
 
-pressed = st.none() | st.none() | st.integers(0, 300) | st.integers(0, 1_500)
-"""After how many places Ctrl-C comes in a call; None: it does not."""
+breaking = st.sampled_from([KeyboardInterrupt, KeyboardInterrupt, TimeLimit, Deadline])
+
+break_in = st.builds(Break, st.integers(0, 300) | st.integers(0, 1_500), breaking)
+
+seldom_broken = st.none() | st.none() | break_in
+"""What breaks into a call; None: nothing does."""
 
 
 class Programs(RuleBasedStateMachine):
@@ -145,27 +151,36 @@ class Programs(RuleBasedStateMachine):
     def in_epochs(self) -> bool:
         return any(how != "iter" for _, _, how in self.program.runs)
 
+    def possible(self, breaks: Break | None) -> Break | None:
+        """What may break in: not what has the sampler read again, if it cannot be."""
+        if breaks is None or breaks.raises is KeyboardInterrupt or self.program.what.has_state:
+            return breaks
+        return None
+
     # --- rules
 
     @precondition(lambda self: self.can_begin)
-    @rule(place=pressed)
-    def begin(self, place: int | None) -> None:
+    @rule(breaks=seldom_broken, count=st.integers(0, 4))
+    def begin(self, breaks: Break | None, count: int) -> None:
+        breaks = self.possible(breaks)
         if not self.program.what.has_state:  # what it raised then, it does not raise once more
-            place = None
-        with self.noted("iter" if place is None else "Ctrl-C in iter") as program:
-            program.begin("iter", place=place)
+            breaks = None
+        with self.noted("iter" if breaks is None else f"{came(breaks)} in iter") as program:
+            program.begin("iter", breaks=breaks)
+        if count:
+            self.take(-1, count)
 
     @precondition(lambda self: self.can_begin and not self.live)
-    @rule(epochs=st.integers(1, 3), place=pressed)
-    def begin_epochs(self, epochs: int, place: int | None) -> None:
+    @rule(epochs=st.integers(1, 3), breaks=seldom_broken)
+    def begin_epochs(self, epochs: int, breaks: Break | None) -> None:
         with self.noted("epochs") as program:
-            program.begin("epochs", epochs, place=place)
+            program.begin("epochs", epochs, breaks=self.possible(breaks))
 
     @precondition(lambda self: self.can_begin and not self.live)
-    @rule(epochs=st.integers(1, 3), depth=st.integers(1, 3), place=pressed)
-    def begin_prefetch(self, epochs: int, depth: int, place: int | None) -> None:
+    @rule(epochs=st.integers(1, 3), depth=st.integers(1, 3), breaks=seldom_broken)
+    def begin_prefetch(self, epochs: int, depth: int, breaks: Break | None) -> None:
         with self.noted("prefetch") as program:
-            program.begin("prefetched", epochs, depth, place)
+            program.begin("prefetched", epochs, depth, self.possible(breaks))
 
     @precondition(lambda self: self.live)
     @rule(which=some, count=st.integers(1, 4) | st.integers(5, 40))
@@ -183,13 +198,27 @@ class Programs(RuleBasedStateMachine):
     @rule(
         which=some,
         places=st.lists(st.integers(0, 150) | st.integers(0, 1_500), min_size=1, max_size=4),
+        raises=breaking,
         within=st.sampled_from(WITHIN),
+        at_once=st.booleans(),
+        noted=st.booleans(),
     )
-    def interrupt(self, which: int, places: list[int], within: str) -> None:
-        for place in places:
-            if self.live:
-                with self.noted("Ctrl-C in next") as program:
-                    program.interrupt(which % self.live, place, within)
+    def interrupt(
+        self,
+        which: int,
+        places: list[int],
+        raises: Breaking,
+        within: str,
+        at_once: bool,
+        noted: bool,
+    ) -> None:
+        """Several times: before the ``next`` that makes the first good has ended, or behind it."""
+        all_of_it = [Break(place, raises, within) for place in places]
+        for breaks in [all_of_it] if at_once else [[each] for each in all_of_it]:
+            if self.live and self.possible(breaks[0]):
+                often = "twice" if breaks[1:] else "once"
+                with self.noted(f"{came(breaks[0])} {often} in next") as program:
+                    program.interrupt(which % self.live, breaks, noted)
 
     @precondition(lambda self: self.live and not self.in_epochs)
     @rule(which=some, numbers=st.lists(st.integers(1, 5), min_size=2, max_size=3))
@@ -226,10 +255,10 @@ class Programs(RuleBasedStateMachine):
             program.look_at_sampler()
 
     @precondition(lambda self: self.program.states)
-    @rule(which=st.integers(0, 9), place=pressed)
-    def load(self, which: int, place: int | None) -> None:
+    @rule(which=st.integers(0, 9), breaks=seldom_broken)
+    def load(self, which: int, breaks: Break | None) -> None:
         with self.noted("load_state_dict") as program:
-            program.load(which % len(program.states), place)
+            program.load(which % len(program.states), breaks)
 
     @precondition(lambda self: self.program.states and self.program.options["seed"] is not None)
     @rule(which=st.integers(0, 9))
@@ -317,6 +346,10 @@ class ProgramsInProcesses(Programs):
     """The same with worker processes, most of the time."""
 
     ways = (*PROCESSES, *PROCESSES, "here", "threads", *USERS)
+
+
+def came(breaks: Break) -> str:
+    return "Ctrl-C" if breaks.raises is KeyboardInterrupt else "an alarm"
 
 
 def datasets_of(what: Kind) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from helpers import StatefulIterator
-from interrupts import OURS, Outcome, Within, interrupted
+from interrupts import OURS, Breaking, Outcome, Within, interrupted
 from kinds import (
     BAD_ITEM,
     Apart,
@@ -83,6 +83,24 @@ from minloader._diagnosis.inspect import inspect
 from minloader._sampling.seeding import generator
 
 from .model import Chain, Model, Place, Run
+
+
+class Break(NamedTuple):
+    """Something that breaks into a call.
+
+    Attributes:
+        place: at which; how many are passed before.
+        raises: what comes.
+        within: folder of the code in which places are counted.
+    """
+
+    place: int
+    raises: Breaking = KeyboardInterrupt
+    within: Within = OURS
+
+    def __str__(self) -> str:
+        return f"{self.raises.__name__} at {self.place} within {self.within or 'all'}"
+
 
 HANG = 60.0
 """Seconds after which a step hangs: a thousand times what it takes."""
@@ -502,7 +520,7 @@ class Program:
         self.former: Iterator[Any] | None = None  # from before a state was loaded
         self.disturbed = False  # whether a stream may have to be read again
         self.went_on = False  # from a state
-        self.reached = False  # whether the last call with Ctrl-C had so many places
+        self.left = 0  # places that the last call in which something was to break in had too few
         how = f"{self.dataset}, {'collated, ' * self.collated}{self.options}"
         self.write(f"loader: {self.kind}, n={self.n}, {self.way}, {how}")
         for name in ("bad", "left_out", "slow"):
@@ -621,17 +639,17 @@ class Program:
 
     # --- iterations
 
-    def begin(self, how: str, epochs: int = 1, depth: int = 1, place: int | None = None) -> None:
+    def begin(self, how: str, epochs: int = 1, depth: int = 1, breaks: Break | None = None) -> None:
         """Begins an iteration: by "iter", "epochs", or with a function "prefetched".
 
         Args:
             how: which of these.
             epochs: how many.
             depth: of prefetch.
-            place: where Ctrl-C comes in what begins: then that is done once more.
+            breaks: what breaks into what begins: then that is done once more.
         """
-        with self.step(f"begin {how}, epochs={epochs}, depth={depth}, Ctrl-C at {place}"):
-            batches: Any = self.iterator(place) if how == "iter" else self.loader.epochs(epochs)
+        with self.step(f"begin {how}, epochs={epochs}, depth={depth}, {breaks}"):
+            batches: Any = self.iterator(breaks) if how == "iter" else self.loader.epochs(epochs)
             if how == "prefetched":
                 batches = prefetch(batches, same, depth)
             self.disturbed |= bool(self.runs)  # several iterators may have a stream read again
@@ -639,17 +657,17 @@ class Program:
             self.runs.append((batches, run, how))
             if how == "iter":
                 return
-            if place is None:  # the first next of epochs begins
+            if breaks is None:  # the first next of epochs begins
                 self.take(-1)
             else:
-                self.interrupt(-1, place, OURS)
+                self.interrupt(-1, [breaks])
 
-    def iterator(self, place: int | None) -> Any:
-        """Calls ``iter``; where Ctrl-C comes in it, once more."""
-        if place is None:
+    def iterator(self, breaks: Break | None) -> Any:
+        """Calls ``iter``; where something breaks in, once more."""
+        if breaks is None:
             return iter(self.loader)
-        self.disturbed |= self.loader.num_workers > 0
-        outcome = self.pressed(self.loader.__iter__, place)
+        self.disturbed |= self.loader.num_workers > 0 or breaks.raises is not KeyboardInterrupt
+        outcome = self.broken_into(self.loader.__iter__, breaks)
         return iter(self.loader) if outcome.interrupted else outcome.value
 
     def take(self, which: int, count: int = 1) -> bool:
@@ -701,47 +719,49 @@ class Program:
             while self.take(which):
                 pass
 
-    def pressed(self, call: Callable[[], Any], place: int, within: Within = OURS) -> Outcome:
-        """Makes a call in which Ctrl-C comes."""
-        self.reached = False
-        outcome = interrupted(call, place, within)
-        self.reached = outcome.reached
+    def broken_into(self, call: Callable[[], Any], breaks: Break) -> Outcome:
+        """Makes a call in which something comes."""
+        outcome = interrupted(call, breaks.place, breaks.within, breaks.raises)
+        self.left = outcome.left
         return outcome
 
-    def interrupt(self, which: int, place: int, within: Within, noted: bool = False) -> None:
-        """Ctrl-C comes somewhere in ``next``: the ``next`` behind it gives that batch.
+    def interrupt(self, which: int, breaks: list[Break], noted: bool = False) -> None:
+        """Something comes somewhere in ``next``: the ``next`` behind it gives that batch.
 
         Args:
             which: iteration.
-            place: where it comes.
-            within: folder of the code in which places are counted.
-            noted: whether the state from right after Ctrl-C is noted.
+            breaks: what comes: the second in the ``next`` behind that which the first came out of.
+            noted: whether the state from right after it is noted.
         """
-        with self.step(f"interrupt {which} at {place} within {within or 'all'}"):
+        with self.step(f"next of {which}, {', '.join(map(str, breaks))}"):
             batches, run, how = self.runs[which]
             end = object()
-            try:
-                outcome = self.pressed(lambda: next(batches, end), place, within)
-            except RAISED as error:
-                self.given(run, how, error)
-                return
-            assert outcome.reached == outcome.interrupted, "Ctrl-C was swallowed"
-            if outcome.interrupted:
-                self.write("  it came")
-                # What was being sent may be under way, so that its shard is read again; or a
-                # generator of the stream was in a call, and has ended with that.
+            for each in breaks:
+                try:
+                    outcome = self.broken_into(lambda: next(batches, end), each)
+                except RAISED as error:
+                    self.given(run, how, error)
+                    return
+                assert outcome.reached == outcome.interrupted, f"swallowed: {outcome.where}"
+                if not outcome.interrupted:
+                    if outcome.value is end:
+                        self.model.stop(run)
+                        self.drop(which)
+                    else:
+                        self.given(run, how, outcome.value)
+                    return
+                self.write(f"  it came, {outcome.where}")
+                # What was being sent may be under way, so that its shard is read again; or the
+                # stream was in a call, and may have ended with that. Behind what is not Ctrl-C all
+                # is read again.
                 self.disturbed |= self.loader.num_workers > 0 or "shuffled" in self.kind
-                self.disturbed |= not within or outcome.ended_generator
-                if noted and self.what.has_state and (run.place.coming or not run.more):
-                    self.note()
-                elif self.what.has_state:
-                    self.loader.state_dict()
-                self.take(which)  # in any case one: where a thread was must not decide what follows
-            elif outcome.value is end:
-                self.model.stop(run)
-                self.drop(which)
-            else:
-                self.given(run, how, outcome.value)
+                self.disturbed |= not each.within or outcome.in_tests
+                self.disturbed |= each.raises is not KeyboardInterrupt
+            if noted and self.what.has_state and (run.place.coming or not run.more):
+                self.note()
+            elif self.what.has_state:
+                self.loader.state_dict()
+            self.take(which)  # in any case one: where a thread was must not decide what follows
 
     def take_in_threads(self, which: int, counts: list[int]) -> None:
         """Several threads take so many batches each, by a lock: each batch goes to one of them."""
@@ -801,21 +821,21 @@ class Program:
     def state(self) -> Place:
         return self.model.state()
 
-    def _loaded(self, which: int, interrupt: int | None = None) -> None:
+    def _loaded(self, which: int, breaks: Break | None = None) -> None:
         state, place = self.states[which]
         self.went_on = self.disturbed = True
         self.former = self.runs[-1][0] if self.runs and self.runs[-1][2] != "prefetched" else None
         while self.runs:
             self.drop(-1)
         load = partial(self.loader.load_state_dict, copy.deepcopy(state))
-        if interrupt is None or self.pressed(load, interrupt).interrupted:
+        if breaks is None or self.broken_into(load, breaks).interrupted:
             load()
         self.model.load(place)
 
-    def load(self, which: int, place: int | None) -> None:
-        """Goes on from a state, in the same loader, perhaps after Ctrl-C in that."""
-        with self.step(f"load state {which}, Ctrl-C at {place}"):
-            self._loaded(which, place)
+    def load(self, which: int, breaks: Break | None) -> None:
+        """Goes on from a state, in the same loader, perhaps after something broke into that."""
+        with self.step(f"load state {which}, {breaks}"):
+            self._loaded(which, breaks)
 
     def refuse(self, which: int) -> None:
         """A state that does not fit is refused, and all goes on as if it had not been there."""
@@ -888,7 +908,7 @@ class Program:
 
     def set_epoch(self, epoch: int, by: str) -> None:
         with self.step(f"epoch = {epoch}, by {by}"):
-            if self.reached:
+            if self.left < 0:
                 gc.collect()  # the traceback of Ctrl-C may keep an iterator that was left
             if by == "attribute":
                 self.loader.epoch = epoch
@@ -896,16 +916,16 @@ class Program:
                 self.loader.set_epoch(epoch)
             self.model.set_epoch(epoch)
 
-    def skip(self, n: int, place: int | None = None) -> None:
-        """Leaves batches out; after Ctrl-C in that some of them: what comes next tells how many."""
-        with self.step(f"skip {n}, Ctrl-C at {place}"):
+    def skip(self, n: int, breaks: Break | None = None) -> None:
+        """Leaves batches out; if something breaks in some of them: what comes next says which."""
+        with self.step(f"skip {n}, {breaks}"):
             live = any(run.place is self.model.latest for _, run, _ in self.runs)
             self.went_on |= not live
-            if place is None:
+            if breaks is None:
                 self.loader.skip(n)
                 self.model.skip(n, live=live)
                 return
-            outcome = self.pressed(partial(self.loader.skip, n), place)
+            outcome = self.broken_into(partial(self.loader.skip, n), breaks)
             batches, run, how = self.runs[-1]
             batch = next(batches)
             coming = [item for item, _ in run.place.rest.values()]
@@ -914,13 +934,14 @@ class Program:
             self.model.skip(done, live=live)
             self.given(run, how, batch)
 
-    def resize(self, workers: int, place: int | None = None) -> None:
-        with self.step(f"num_workers = {workers}, Ctrl-C at {place}"):
+    def resize(self, workers: int, breaks: Break | None = None) -> None:
+        with self.step(f"num_workers = {workers}, {breaks}"):
             self.disturbed = True
-            if place is None:
-                self.loader.num_workers = workers
+            resize = partial(setattr, self.loader, "num_workers", workers)
+            if breaks is None:
+                resize()
             else:
-                self.pressed(partial(setattr, self.loader, "num_workers", workers), place)
+                self.broken_into(resize, breaks)
 
     def kill(self, seed: int) -> None:
         """Kills a worker of ours, by its pid."""
@@ -1033,6 +1054,10 @@ class Program:
             self.drop(-1)
         self.former = None
         self.loader.close()
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            with pytest.raises(KeyboardInterrupt):  # which the handler that was left lets through
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def is_worker(process: psutil.Process) -> bool:

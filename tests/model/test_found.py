@@ -6,9 +6,20 @@ from collections.abc import Iterable
 
 import pytest
 from conftest import variants
-from interrupts import FEEDS, SHARD_FEEDS
+from interrupts import ERRORS, FEEDS, OURS, SHARD_FEEDS
 
-from .found import FOUND, FOUND_IN_PROCESSES, PRESSES, possible, press, run
+from .found import (
+    COMES,
+    FATES,
+    FOUND,
+    FOUND_IN_PROCESSES,
+    LOOPS,
+    PRESSES,
+    Press,
+    possible,
+    press,
+    run,
+)
 from .programs import KINDS
 
 QUICK = ["own shuffled", "rolling", "batches of told", "told with state", "counted iterator"]
@@ -60,13 +71,33 @@ def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
         monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
     pressed = PRESSES[name]
     quickest = QUICKEST
-    if pressed.within is not SHARD_FEEDS:  # which one of these has
+    if pressed.within not in (SHARD_FEEDS, ERRORS):  # which one of these has
         quickest = in_turns(QUICKEST, PRESSES, name, way)
     slow = [kind for kind in QUICKEST if kind not in quickest]
     kinds = quickest if some else slow + in_turns(OTHERS, PRESSES, name, way)
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
-    stride = pressed.stride * (1 if some else 3)
-    most = max([press(kind, way, pressed, stride) for kind in those], default=1)
+    pressed = pressed._replace(stride=pressed.stride * (1 if some else 3))
+    most = max([press(kind, way, pressed) for kind in those], default=1)
     # Of others not each has such a place; and a feed may have been read by then, for threads.
-    if some and not (way == "threads" and pressed.within in (FEEDS, SHARD_FEEDS)):
+    if some and not (way == "threads" and pressed.within in (FEEDS, SHARD_FEEDS, ERRORS)):
         assert most > 0
+
+
+@pytest.mark.parametrize("way", ["here", "threads"])
+@pytest.mark.parametrize("comes", COMES)
+@pytest.mark.parametrize("name", LOOPS)
+@variants(
+    ("fate", "stride", "kinds"),
+    [
+        ("as it is", 1499, QUICKEST),
+        ("as it is", 307, OTHERS),
+        *((each, 61, QUICK) for each in FATES),
+    ],
+    ids=["some", "others", *FATES],
+)
+def test_what_comes_at_each_place_of_a_loop(name, comes, way, fate, stride, kinds):
+    if (comes, way) == ("another thread's", "here"):
+        pytest.skip("what comes just as the turn to make a batch is taken keeps it")
+    needs = "iter" if comes.startswith("Ctrl-C") else "note"  # the sampler is read again
+    for kind in possible(f"{LOOPS[name]}; {needs}", way, in_turns(kinds, LOOPS, name, way)):
+        press(kind, way, Press(LOOPS[name], "loop", OURS, stride, comes), **FATES[fate])
