@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from interrupts import OURS, interrupted
+from interrupts import interrupted
 from kinds import Told, ToldWithState
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -40,6 +40,7 @@ from torch_helpers import (
 from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, prefetch
 from minloader.torch import DataLoader
 
+from .found import COMES
 from .machine import break_in, counts, failures
 from .programs import Break
 
@@ -650,12 +651,15 @@ def do(program: DropIn, steps: str) -> None:
         STEPS[name.strip()](program, *arguments)
 
 
-def press(kind: str, num_workers: int, steps: str, stride: int, within: str = OURS) -> int:
-    """Ctrl-C comes at each so many-th place of ``next``; says how many there are."""
+def press(kind: str, num_workers: int, steps: str, stride: int, comes: str = "Ctrl-C") -> int:
+    """It comes at each so many-th place of ``next``; says how many there are."""
+    raises, times = COMES[comes]
+    behind = itertools.cycle(range(0, 60, 7))
     for place in itertools.count(0, stride):
         program = run(kind, num_workers, steps)
         with explained(program):
-            reached = program.take(1, [Break(place, within=within)])
+            places = [place, next(behind)][:times]
+            reached = program.take(1, [Break(each, raises) for each in places])
             program.note()
             do(program, f"finish; begin {program.place.number}; finish; verify")
         program.close()

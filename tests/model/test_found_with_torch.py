@@ -28,11 +28,12 @@ def test_found(name, kinds, num_workers):
 @pytest.mark.parametrize("name", PRESSED)
 @variants(
     ("kinds", "stride"),
-    [(QUICK, 149), (QUICK, 61), ([kind for kind in KINDS if kind not in QUICK], 193)],
+    [(QUICK, 307), (QUICK, 61), ([kind for kind in KINDS if kind not in QUICK], 193)],
     ids=["some", "at more places", "others"],
 )
-def test_an_interrupt_at_each_place_of_next(name, kinds, stride):
-    assert max(press(kind, 0, PRESSED[name], stride) for kind in kinds) > 0
+@variants("comes", ["Ctrl-C", "an alarm", "Ctrl-C twice"], 2)
+def test_what_comes_at_each_place_of_next(name, comes, kinds, stride):
+    assert max(press(kind, 0, PRESSED[name], stride, comes) for kind in kinds) > 0
 
 
 @pytest.mark.slow
