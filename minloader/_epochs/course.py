@@ -310,9 +310,9 @@ class Course:
 
 def _position_of_sampler(sampler: Sampler) -> Position | None:
     """Return where a sampler of ours stands, if the user has put it somewhere; else None."""
-    if sampler._run is not None or sampler._begins_at is None:
+    if sampler._run is not None or sampler._epoch_start is None:
         return None
-    epoch, run_state = sampler._begins_at
+    epoch, run_state = sampler._epoch_start
     given = 0 if run_state["between"] else run_state["batches"]
     lane = LanePosition(given=given, source_state=SourceState(given, sampler.state_dict()))
     return Position(epoch=epoch, lanes=[lane])

@@ -154,7 +154,7 @@ class Sampler(Resettable):
         self._run: Run | None = None  # made last
         # The epoch of that run, and where it began. If a state was loaded since, there is no run,
         # and this is where the next one begins.
-        self._begins_at: tuple[int, RunState] | None = None
+        self._epoch_start: tuple[int, RunState] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iterator goes through, also in an inner sampler.
@@ -169,7 +169,7 @@ class Sampler(Resettable):
             TypeError, ValueError: ``epoch`` is not an int, or below 0.
         """
         self.epoch = checked_int("epoch", epoch, 0)
-        loaded = self._begins_at if self._run is None else None
+        loaded = self._epoch_start if self._run is None else None
         if loaded is None or loaded[0] != epoch:  # what was put back might begin anew
             self._source.set_epoch(epoch)
 
@@ -179,7 +179,7 @@ class Sampler(Resettable):
             start = self._beginning()
         if start["between"]:
             start = start | NONE_GIVEN
-        self._begins_at = (self.epoch, start)
+        self._epoch_start = (self.epoch, start)
         self._run = self._begin(self, self.epoch, start)
         return self._run
 
@@ -193,10 +193,10 @@ class Sampler(Resettable):
 
     def __getstate__(self) -> dict[str, Any]:
         run = self._run
-        start = self._begins_at  # a copy begins where the epoch has begun
+        start = self._epoch_start  # a copy begins where the epoch has begun
         if run is not None and run.ended:
             start = (run.epoch, run.run_state())
-        return vars(self) | {"_run": None, "_begins_at": start}
+        return vars(self) | {"_run": None, "_epoch_start": start}
 
     def __bool__(self) -> bool:
         return True  # whatever its length is, and whether that is known
@@ -271,7 +271,7 @@ class Sampler(Resettable):
         self._source.restore(start["source"], epoch)
         self.epoch = epoch
         self._run = None
-        self._begins_at = (epoch, start)
+        self._epoch_start = (epoch, start)
 
     # --- states
 
@@ -289,7 +289,7 @@ class Sampler(Resettable):
     def _forget(self) -> None:
         """Have the next epoch begin with nothing that the one before has left."""
         self._run = None
-        self._begins_at = None
+        self._epoch_start = None
         self._source.forget()
 
     def inner_samplers(self) -> list[Any]:
@@ -299,9 +299,9 @@ class Sampler(Resettable):
 
     def _run_state(self) -> RunState:
         """Return where the present epoch is, or begins."""
-        if self._begins_at is None:
+        if self._epoch_start is None:
             return self._beginning()
-        epoch, run_state = self._begins_at
+        epoch, run_state = self._epoch_start
         run = self._run
         if run is not None and run.touched:
             epoch = run.epoch
@@ -358,7 +358,7 @@ class Sampler(Resettable):
             label = "n, the number of samples," if name == "n" else name
             former = state[name]
             difference = f"{label} is {identity[name]!r}, but the state is of {name} {former!r}"
-            if name == "lengths":  # digests, which tell a reader nothing
+            if name == "lengths_digest":  # digests, which tell a reader nothing
                 difference = "the lengths, or their costs, are not those that the state is of"
             raise ValueError(
                 f"{difference}; give the dataset and the arguments of the sampler that there were "

@@ -14,7 +14,7 @@ from minloader._arguments import checked_choice, checked_int
 from minloader._formats import brief_repr
 from minloader._protocols import is_iterable
 from minloader._sampling.base import Run, RunState, Sampler
-from minloader._sampling.source import Indices, ItemSource, as_count, from_json, to_json
+from minloader._sampling.source import Indices, ItemSource, as_count, decoded, encoded
 
 
 class StepRun(Run):
@@ -27,10 +27,10 @@ class StepRun(Run):
         super().__init__(sampler, epoch, start)
         self._history = sampler._history(start)  # to be passed over
         self._begun = start["begun"]
-        self._left: list[Any] = list(map(from_json, start["left"]))  # comes before what is read
+        self._left: list[Any] = list(map(decoded, start["left"]))  # comes before what is read
 
     def run_state(self) -> RunState:
-        run_state: RunState = self.sampler._beginning() | {"left": list(map(to_json, self._left))}
+        run_state: RunState = self.sampler._beginning() | {"left": list(map(encoded, self._left))}
         run_state |= {"batches": self.batches, "dropped": self.dropped}
         if self.ended:
             return run_state | {"source": self._reading.following()}

@@ -28,7 +28,7 @@ SPREAD = 0.05
 """How much the costs of a step's batches may differ, as a fraction of the highest: the share of its
 time that a rank may wait for another. With less, the samples of more batches are dealt out anew."""
 
-CHUNK = 1 << 16
+BLOCK = 1 << 16
 """Costs that exist as Python numbers at a time."""
 
 
@@ -82,9 +82,17 @@ class DynamicBatchSampler(WindowSampler):
             is left out.)
     """
 
-    _arguments = ("n", "lengths", "max_total", "max_padded", "max_batch", "buckets", "shuffle")
+    _arguments = (
+        "n",
+        "lengths_digest",
+        "max_total",
+        "max_padded",
+        "max_batch",
+        "buckets",
+        "shuffle",
+    )
     _dealt_by = ("world_size", "max_total", "max_padded", "max_batch")
-    _limit_names = ("max_padded", "max_total")
+    _cost_limits = ("max_padded", "max_total")
 
     def __init__(
         self,
@@ -122,7 +130,7 @@ class DynamicBatchSampler(WindowSampler):
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
         ranks = by["world_size"]
         budget = Budget(
-            most=self._limit(by)[1],
+            most=self._cost_limit(by)[1],
             is_padded=by["max_padded"] is not None,
             max_batch=by["max_batch"],
         )
@@ -194,7 +202,7 @@ def _filled(costs: NDArray[Any], budget: Budget) -> Iterator[tuple[int, float]]:
     most, padded, max_batch = budget
     count = 0
     size = 0.0
-    chunks = (costs[at : at + CHUNK].tolist() for at in range(0, len(costs), CHUNK))
+    chunks = (costs[at : at + BLOCK].tolist() for at in range(0, len(costs), BLOCK))
     for index, cost in enumerate(chain.from_iterable(chunks)):
         if padded:
             grown = cost if cost > size else size

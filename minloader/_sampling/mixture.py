@@ -26,7 +26,7 @@ from minloader._sampling.source import (
     ItemSource,
     ReadPosition,
     as_count,
-    to_json,
+    encoded,
 )
 
 UNIT = 2**53
@@ -203,7 +203,7 @@ class Draws:
         """Return the length of an item, in GRAIN."""
         if self._length_of is None:
             return 1
-        length = to_json(self._length_of(draw))  # of numpy's numbers, Python's
+        length = encoded(self._length_of(draw))  # of numpy's numbers, Python's
         if isinstance(length, Exception):
             raise length
         if not isinstance(length, Real):

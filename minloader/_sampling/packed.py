@@ -85,9 +85,9 @@ class PackedBatchSampler(WindowSampler):
 
     _length_type = Integral
     _long_choices = ("refuse", "drop", "split")
-    _arguments = ("n", "capacity", "rows", "long", "window", "shuffle", "lengths")
+    _arguments = ("n", "capacity", "rows", "long", "window", "shuffle", "lengths_digest")
     _dealt_by: tuple[str, ...] = ("world_size", "rows", "capacity")
-    _limit_names = ("capacity",)
+    _cost_limits = ("capacity",)
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PackedBatchSampler(WindowSampler):
         rows = order[:0]
         for start in range(0, len(costs), size):
             added = order[start : start + size]
-            packed = _best_fit(costs[added], int(self._limit(by)[1]))
+            packed = _best_fit(costs[added], int(self._cost_limit(by)[1]))
             pieces = np.append(pieces, added)
             rows = np.append(rows, packed + (rows.max() + 1 if len(rows) else 0))
             is_last = start + size >= len(costs)

@@ -76,11 +76,11 @@ class Resettable:
 
     Attributes:
         _run: the iterator made last; None if a state was loaded since, or there is none.
-        _begins_at: where that began, or the state that was loaded.
+        _epoch_start: where that began, or the state that was loaded.
     """
 
     _run: Any = None
-    _begins_at: Any = None
+    _epoch_start: Any = None
 
     def _checked(self, state: Any, allowed: Sequence[str]) -> list[Any]:
         """Refuse what is no state of such a sampler."""
@@ -278,7 +278,7 @@ class Source:
         """Of a sampler of ours the iterator made last, or else what was loaded last."""
         if not self.is_ours:
             return None
-        return self.items._begins_at if self.items._run is None else self.items._run
+        return self.items._epoch_start if self.items._run is None else self.items._run
 
 
 class Reader:

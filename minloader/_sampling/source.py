@@ -13,7 +13,7 @@ from minloader._protocols import has_getitem, is_array_like, is_stateful
 from minloader._sampling.reader import Reader, Source, SourceState, pass_numbers
 from minloader._sampling.seeding import Piece
 
-CHUNK = 16_384
+BLOCK = 16_384
 """Indices that are computed, and exist as Python integers, at a time: 0.7 MB, within half a
 millisecond. With fewer, numpy's overhead counts; more of them do not fit into the caches."""
 
@@ -26,13 +26,13 @@ if nothing was asked for, of the one before."""
 BEGINNING: list[Any] = [0, None, False]
 
 
-def to_json(item: Any) -> Any:
+def encoded(item: Any) -> Any:
     """Return an item as JSON keeps it: numpy's numbers and tuples it does not.
 
     A tuple of another kind, as a named one, stays as it is: JSON makes a tuple without names of it.
     """
     if type(item) in (tuple, list, Piece):
-        parts = list(map(to_json, item))
+        parts = list(map(encoded, item))
         name = "Piece" if isinstance(item, Piece) else "tuple"
         return parts if isinstance(item, list) else {name: parts}
     if isinstance(item, tuple):
@@ -42,17 +42,17 @@ def to_json(item: Any) -> Any:
     return item.item() if hasattr(item, "item") and not getattr(item, "shape", True) else item
 
 
-def from_json(item: Any) -> Any:
-    """Undo :func:`to_json`."""
+def decoded(item: Any) -> Any:
+    """Undo :func:`encoded`."""
     if isinstance(item, list):
-        return list(map(from_json, item))
+        return list(map(decoded, item))
     if not isinstance(item, dict):
         return item
     if "tuple" in item:
         parts = item["tuple"]
-        return parts if isinstance(parts, tuple) else tuple(map(from_json, parts))
+        return parts if isinstance(parts, tuple) else tuple(map(decoded, parts))
     if "Piece" in item:
-        return Piece._make(map(from_json, item["Piece"]))
+        return Piece._make(map(decoded, item["Piece"]))
     return item.get("item", item)
 
 
@@ -197,8 +197,8 @@ class ItemSource(Source):
             from minloader._sampling.permutation import Permutation  # which needs numpy
 
             order = Permutation(n, self._order(epoch))
-            starts = range(at, n, CHUNK)
-            indices = chain.from_iterable(order[at : at + CHUNK].tolist() for at in starts)
+            starts = range(at, n, BLOCK)
+            indices = chain.from_iterable(order[at : at + BLOCK].tolist() for at in starts)
         is_count = isinstance(self.values, range) and self.values == range(n)
         return indices if is_count else map(self.values.__getitem__, indices)
 

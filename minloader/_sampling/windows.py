@@ -39,7 +39,7 @@ from minloader._protocols import is_array_like
 from minloader._sampling.base import Run, RunState, Sampler
 from minloader._sampling.lengths import look_up
 from minloader._sampling.seeding import Piece
-from minloader._sampling.source import ItemSource, to_json
+from minloader._sampling.source import ItemSource, encoded
 
 Plan = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 """Some steps: the numbers of their entries; where each batch begins in these; and where it ends.
@@ -191,7 +191,7 @@ class WindowSampler(Sampler):
 
     _length_type: type = Real
     _long_choices: tuple[str, ...] = ("refuse", "drop")
-    _limit_names: tuple[str, ...]  # arguments of which one is given: what a sample may cost at most
+    _cost_limits: tuple[str, ...]  # arguments of which one is given: what a sample may cost at most
     cost: Callable[[Any], float] | None = None
 
     def __init__(
@@ -210,14 +210,14 @@ class WindowSampler(Sampler):
         self._length_of: Callable[[Any], Any] | None = None
         self._all: Window | None = None  # None: they are not known beforehand
         self._last_planned: tuple[Any, PlannedWindow] | None = None  # of all, and of which epoch
-        self.lengths: str | None = None  # a digest, which tells them from others
+        self.lengths_digest: str | None = None  # which tells them from others
         self.n: int | None = None
         if sampler is not None:
             check_iterable("sampler", sampler)
             self.sampler = sampler
             self._source = ItemSource("sampler", sampler)
             self._length_of = look_up(lengths)
-            self.lengths = "of a sampler"
+            self.lengths_digest = "of a sampler"
         elif isinstance(lengths, Mapping):
             raise TypeError(
                 f"lengths is a mapping, {brief_repr(lengths)}, whose keys are no lengths; give "
@@ -239,7 +239,7 @@ class WindowSampler(Sampler):
         digest = blake2b(self._all.costs.data, digest_size=16)
         if self._all.samples is not None:
             digest.update(self._all.samples.data)
-        self.lengths = digest.hexdigest()
+        self.lengths_digest = digest.hexdigest()
 
     # --- what samplers of this kind must have
 
@@ -254,9 +254,9 @@ class WindowSampler(Sampler):
         """
         raise NotImplementedError
 
-    def _limit(self, by: Any) -> tuple[str, float]:
+    def _cost_limit(self, by: Any) -> tuple[str, float]:
         """Return what an entry may cost at most where steps are dealt out by ``by``; its name."""
-        limits = ((name, by[name]) for name in self._limit_names if by[name])
+        limits = ((name, by[name]) for name in self._cost_limits if by[name])
         return next(limits, ("", MOST))  # a state that is damaged has none
 
     # --- windows
@@ -279,7 +279,7 @@ class WindowSampler(Sampler):
             lengths: of the samples; for a length may stand the error of looking it up.
             names: what the sampler yields for each sample.
         """
-        limit = self._limit(vars(self))[1]
+        limit = self._cost_limit(vars(self))[1]
         values, errors = self._numbers_of(lengths, names)
         wrong = ~(values >= 0)  # NaN is wrong too
         failed: dict[int, Exception] = {}
@@ -322,7 +322,7 @@ class WindowSampler(Sampler):
             values = np.empty((0, 0))
         if values.ndim == 1 and (not values.size or values.dtype.kind in dtypes):
             return values, errors
-        numbers = [to_json(length) for length in given]
+        numbers = [encoded(length) for length in given]
         for n, length in enumerate(numbers):
             if isinstance(length, Exception):
                 errors[n] = length
@@ -342,7 +342,7 @@ class WindowSampler(Sampler):
             length: of the sample.
             cost: of the sample; None where the length is below 0.
         """
-        limit_name, limit = self._limit(vars(self))
+        limit_name, limit = self._cost_limit(vars(self))
         most = f"{limit_name}={limit:g}"
         if self.long == "split":
             most = f"{min(limit * PIECES, MOST):g} with {most}"
@@ -403,7 +403,7 @@ class WindowSampler(Sampler):
         for part, (*values, until) in enumerate(history):
             by = vars(self) | dict(zip(self._dealt_by, values, strict=True))
             ranks = by["world_size"]
-            fits = remaining[window.costs[remaining] <= self._limit(by)[1]]
+            fits = remaining[window.costs[remaining] <= self._cost_limit(by)[1]]
             case = (epoch, start["begun"], part)
             begin = partial(self._plans_of, window.costs[fits], case, by)
             planned = PlannedWindow(begin, fits, batches_before=batches_before, ranks=ranks)
