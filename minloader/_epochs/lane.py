@@ -32,7 +32,6 @@ from minloader._epochs.position import LanePosition, take_back
 from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
-from minloader._memory.pickling import pack
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
 from minloader._worker.messages import Failure, Reply, TaskMessage, ordinal_in_epoch
@@ -192,8 +191,7 @@ class Lane:
             items=task.items,
             shard=self.feed.shard_of(task),
             alone=is_retried or not self.shared.options.retries,
-            # A copy each time: what is raised has frames, which would stay with the task.
-            suspects=None if task.suspects is None else pack(task.suspects, down=True),
+            suspects=task.suspects,
         )
         task.ticket = self.pool.submit(message, self._bell)  # what goes wrong comes in its turn
         if self.pool.is_inline:

@@ -129,7 +129,7 @@ class TaskMessage(NamedTuple):
         shard: of a stream; None if the batches are made from the items.
         alone: whether nothing of another task is to be read meanwhile, so that it is known with
             which a worker dies.
-        suspects: samples that took a worker along, see ``Task``; packed.
+        suspects: samples that took a worker along, see ``Task``.
     """
 
     ordinal: int
@@ -139,7 +139,7 @@ class TaskMessage(NamedTuple):
     id: int = 0
     shard: Shard | None = None
     alone: bool = False
-    suspects: bytes | None = None
+    suspects: dict[int, BatchError] | None = None
 
 
 class Timings(NamedTuple):

@@ -35,8 +35,9 @@ from minloader._memory.parts import globals_of, parts
 from minloader._protocols import reads_at_once
 from minloader._sampling.seeding import derive
 from minloader._worker.environment import Environment
+from minloader._worker.global_states import comparable, global_generators
 from minloader._worker.messages import Job, WorkerInfo, current_batch
-from minloader._worker.seeds import BatchKey, comparable, global_generators
+from minloader._worker.seeds import BatchKey
 
 logger = logging.getLogger("minloader")
 

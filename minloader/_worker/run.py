@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from minloader._errors import BatchError, TransportError
 from minloader._formats import WHOLE_ITEM
-from minloader._memory.pickling import PackedBatch, pack, size_in_band, unpack
+from minloader._memory.pickling import PackedBatch, pack, size_in_band
 from minloader._memory.reducers import arrived
 from minloader._memory.slot_writer import NoSlot
 from minloader._protocols import reader_of, reads_at_once, snapshot
@@ -58,7 +58,7 @@ which a chunk shares; and a batch waits so long for others in its chunk, twice t
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Work:
+class Attempt:
     """What a worker has made of a task so far.
 
     Attributes:
@@ -135,14 +135,14 @@ class Worker:
         """
         begin_alone = None
         if task.suspects is not None:
-            begin_alone = partial(self._begin_alone, task.id, unpack(task.suspects))
+            begin_alone = partial(self._begin_alone, task.id, dict(task.suspects))
         cell = self.environment.sample_cell
         maker = BatchMaker(self.job, self._read, self._turn_to, cell, begin_alone)
         writer = self.environment.open_slot(task.slot)
         begin = time.perf_counter()
-        work = Work(task, maker, writer, began=begin, done_at=begin)
+        attempt = Attempt(task, maker, writer, began=begin, done_at=begin)
         try:
-            shard = self._make(work)
+            shard = self._make(attempt)
         finally:
             self.environment.close_slot()
         use: SlotUse | None = None
@@ -154,46 +154,46 @@ class Worker:
             worker=self.id,
             pid=self.info.pid,
             packed=self.environment.packs,
-            outcomes=work.outcomes,
+            outcomes=attempt.outcomes,
             failed=[(n, self._packed(index), text) for n, index, text in maker.errors],
             slot=use,
             shard=shard,
-            figures=self._figures(work),
+            figures=self._figures(attempt),
         )
 
-    def _figures(self, work: Work) -> Figures:
+    def _figures(self, attempt: Attempt) -> Figures:
         """Return what is counted of a task that is done."""
-        maker = work.maker
-        seconds = work.done_at - work.began
+        maker = attempt.maker
+        seconds = attempt.done_at - attempt.began
         usage = self.environment.measure(seconds, exactly=self.job.options.memory_limit is not None)
-        size = work.writer.used
+        size = attempt.writer.used
         if self.environment.packs:
-            size += sum(map(size_in_band, work.outcomes))
+            size += sum(map(size_in_band, attempt.outcomes))
         return Figures(
             timings=Timings(
-                began=work.began,
+                began=attempt.began,
                 seconds=seconds,
                 transform=maker.transform_seconds,
                 collate=maker.collate_seconds,
-                packing=work.packing,
+                packing=attempt.packing,
             ),
             size=size,
-            overflowed=work.overflowed,
+            overflowed=attempt.overflowed,
             skipped=maker.skipped,
             usage=usage,
         )
 
-    def _make(self, work: Work) -> ShardReply | None:
+    def _make(self, attempt: Attempt) -> ShardReply | None:
         """Make the batches of a task; of a shard, return how far that was read."""
         raise NotImplementedError
 
-    def pack(self, made: list[Any], work: Work) -> Any:
+    def pack(self, made: list[Any], attempt: Attempt) -> Any:
         """Return a batch as it leaves this process, if it does; or the failure of that.
 
         Args:
             made: the batch, which nobody else here may hold: an array that lies in the slot is
                 copied if somebody does, since that may change it.
-            work: takes its large buffers, and the time.
+            attempt: takes its large buffers, and the time.
         """
         batch = made.pop()
         if not self.environment.packs:
@@ -208,10 +208,10 @@ class Worker:
             self.environment.exit_fork()
         del batch  # the writer is to see what the dataset keeps of it
         if isinstance(packed, bytes):
-            work.writer.end([])
+            attempt.writer.end([])
         else:
-            packed = PackedBatch(packed.stream, work.writer.end(packed.buffers))
-        work.packing += time.perf_counter() - begin
+            packed = PackedBatch(packed.stream, attempt.writer.end(packed.buffers))
+        attempt.packing += time.perf_counter() - begin
         return packed
 
     def _begin_alone(self, task_id: int, suspects: dict[int, BatchError], number: int) -> None:
@@ -318,33 +318,33 @@ class ItemWorker(Worker):
 
             self.early_reads = EarlyReads(job, info, environment)
 
-    def _make(self, work: Work) -> None:
-        task = work.task
+    def _make(self, attempt: Attempt) -> None:
+        task = attempt.task
         if self._init_failure is not None:
-            work.outcomes = [self._init_failure] * len(task.items)
+            attempt.outcomes = [self._init_failure] * len(task.items)
         elif self.early_reads is None or task.suspects is not None:
-            self._make_batches(work, [])
+            self._make_batches(attempt, [])
         else:
-            self.environment.beat(task.id, 0, work.began)  # a read may end this process at once
+            self.environment.beat(task.id, 0, attempt.began)  # a read may end this process at once
             reads = self.early_reads.take(task)
             try:
-                self._make_batches(work, reads)
+                self._make_batches(attempt, reads)
             finally:
                 self.early_reads.end(reads)
 
-    def _make_batches(self, work: Work, early_reads: list[Any]) -> None:
+    def _make_batches(self, attempt: Attempt, early_reads: list[Any]) -> None:
         """Make the batches of a task, of its items.
 
         Args:
-            work: where they go.
+            attempt: where they go.
             early_reads: for each item what is read ahead, or the error of that; [] if nothing is.
         """
-        task = work.task
-        maker = work.maker
+        task = attempt.task
+        maker = attempt.maker
         for n, item in enumerate(task.items):
             maker.item = n
-            self.environment.beat(task.id, n, work.done_at)
-            work.writer.begin()
+            self.environment.beat(task.id, n, attempt.done_at)
+            attempt.writer.begin()
             try:
                 key = begin_batch(self.info, task.epoch, task.ordinal + n)
                 if type(item) is bytes:
@@ -358,11 +358,11 @@ class ItemWorker(Worker):
             except BaseException as error:
                 is_whole = type(item) is list and self.job.collate_fn is None
                 when = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
-                work.add(self.failure(error, when, maker.failing))
+                attempt.add(self.failure(error, when, maker.failing))
                 maker.failing = ()
             else:
-                work.add(self.pack(made, work))
-            if work.done_at - work.began > 2 * CHUNK_SECONDS and not early_reads:
+                attempt.add(self.pack(made, attempt))
+            if attempt.done_at - attempt.began > 2 * CHUNK_SECONDS and not early_reads:
                 break
 
 

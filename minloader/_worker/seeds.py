@@ -36,15 +36,15 @@ def batch_seed(*key: int) -> int:
     return derive("batch", *key)
 
 
-_generator: Any = random.seed.__self__  # type: ignore[attr-defined]  # the module's own
+of_random: Any = random.seed.__self__  # type: ignore[attr-defined]  # the module's own
 
 _seed_generator: Any = _random.Random.seed
 
 
 def _seed_random(module: Any, value: int) -> None:
     # What random.seed does with an int, without its checks: 3 µs rather than 4.
-    _seed_generator(_generator, value)
-    _generator.gauss_next = None
+    _seed_generator(of_random, value)
+    of_random.gauss_next = None
 
 
 def _seed_numpy(module: Any, value: int) -> None:
@@ -88,41 +88,10 @@ def seed_globals(key: BatchKey) -> None:
             seed(module, value)
 
 
-def drawn_from() -> list[str]:
-    """Return the names of those that were drawn from, or seeded, since they were for this batch.
-
-    They are seeded for it once more. A module that was imported since has been seeded on arrival.
-    """
-    found = _states()
+def seed_again() -> None:
+    """Seed them once more for the same batch."""
     assert _key is not None
     seed_globals(_key)
-    return [name for name, state in _states().items() if state != found[name]]
-
-
-def _states() -> dict[str, Any]:
-    """Return the states of the global generators that are there, fit to be compared."""
-    states: dict[str, Any] = {"random": _generator.getstate()}
-    if hasattr(numpy := sys.modules.get("numpy.random"), "get_state"):
-        states["numpy.random"] = comparable(numpy.get_state(legacy=False))  # type: ignore[union-attr]
-    if (torch := getattr(sys.modules.get("torch"), "default_generator", None)) is not None:
-        states["torch"] = comparable(torch.get_state())
-    return states
-
-
-def comparable(state: Any) -> Any:
-    """Return the state of a generator in a form that ``==`` compares."""
-    if isinstance(state, dict):
-        return [comparable(part) for part in state.values()]
-    if hasattr(state, "tobytes"):  # an array
-        return state.tobytes()
-    return state.numpy().tobytes() if hasattr(state, "numpy") else state
-
-
-def global_generators() -> list[Any]:
-    """Return the global generators that are there, as objects."""
-    of_numpy = getattr(sys.modules.get("numpy.random"), "get_state", None)  # a method of it
-    numpy = getattr(of_numpy, "__self__", None)
-    return [_generator, numpy, getattr(sys.modules.get("torch"), "default_generator", None)]
 
 
 def seed_on_import(module: ModuleType) -> None:
@@ -159,11 +128,11 @@ def seed_random_on_first_use() -> None:
     """
     values = vars(random)
     alone = {"": object()}
-    methods = [name for name in values if getattr(values[name], "__self__", None) is _generator]
+    methods = [name for name in values if getattr(values[name], "__self__", None) is of_random]
     references = sys.getrefcount(alone[""])
     # Besides the module and its methods: this module, and what seeds the generator of a fork.
     of_generator = references + len(methods) + 1 + hasattr(os, "fork")
-    if sys.getrefcount(globals()["_generator"]) == of_generator and all(
+    if sys.getrefcount(globals()["of_random"]) == of_generator and all(
         sys.getrefcount(values[name]) == references for name in methods
     ):
         random.__class__ = _UnusedRandom

@@ -449,24 +449,27 @@ class ShardReaders:
         return copy
 
     def _dataset(self, shard: Shard) -> Any:
+        """Return an object that the shard can be read in."""
         dataset = self.job.dataset
-        is_inline = self.environment.is_inline
         reload = self.environment.reload
         is_used = self._own is not None
         if not is_used:
             self._note_beginning(dataset)
-        # A forked worker makes copies of this object, so that has to stay as it is.
-        if reload is not None and (is_used or shard.total > self.info.num_workers):
+        if reload is not None:
+            # A forked worker makes copies of this object, so that has to stay as it is.
+            if not is_used and shard.total <= self.info.num_workers:
+                return dataset
             try:
                 return reload()
             except TypeError as error:
                 if is_read_once(dataset):
                     raise _read_once(dataset) from error
                 raise
+        is_inline = self.environment.is_inline
         alone = shard.total == 1
         # What has a state, but none to be put back to when an epoch is left, is not read itself.
         cannot_be_put_back = is_stateful(dataset) and self.job.beginning is None
-        if reload is None and not (is_inline and alone and not cannot_be_put_back):
+        if not (is_inline and alone) or cannot_be_put_back:
             try:
                 return copy.deepcopy(dataset)
             except Exception as error:
@@ -475,10 +478,8 @@ class ShardReaders:
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
                         f"it cannot be copied: {error}; use executor='process', or one worker"
                     ) from error
-        may_be_read_again = is_inline and not is_read_once(dataset)
-        if serves_one_pass(dataset) and not (
-            may_be_read_again if is_used else alone or reload is not None
-        ):
+        may_be_read = is_inline and not is_read_once(dataset) if is_used else alone
+        if serves_one_pass(dataset) and not may_be_read:
             raise _read_once(dataset)
         return dataset
 

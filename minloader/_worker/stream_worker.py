@@ -19,7 +19,7 @@ from minloader._worker.messages import (
     current_batch,
     ordinal_in_epoch,
 )
-from minloader._worker.run import ItemWorker, Work, Worker
+from minloader._worker.run import Attempt, ItemWorker, Worker
 from minloader._worker.stream_reader import END, NOT_LEADING, ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
@@ -64,47 +64,47 @@ class StreamWorker(Worker):
             key = info.seed, -1 - info.epoch, info.id, info.rank
             self.call(key, self.job.worker_init_fn, info)
 
-    def _make(self, work: Work) -> ShardReply:
+    def _make(self, attempt: Attempt) -> ShardReply:
         """Read the batches of a task of a shard, to its end."""
-        task = work.task
-        maker = work.maker
+        task = attempt.task
+        maker = attempt.maker
         assert task.shard is not None
         # What makes the stream ready may end this process, too.
-        self.environment.beat(task.id, -1 if task.shard.first else 0, work.began)
+        self.environment.beat(task.id, -1 if task.shard.first else 0, attempt.began)
         try:
             reader = self.readers.find(task.shard, task.epoch, self._prepare)
         except BaseException as error:
             when = "when the stream was made ready, by worker_init_fn if there is one"
-            work.outcomes.append(self.failure(error, when, fatal=True))
+            attempt.outcomes.append(self.failure(error, when, fatal=True))
             return NOTHING_READ
         fingerprints = []
         for n in range(len(task.items)):
             maker.item = n
-            self.environment.beat(task.id, n, work.done_at)
-            work.writer.begin()
+            self.environment.beat(task.id, n, attempt.done_at)
+            attempt.writer.begin()
             try:
-                made = [self._read_next(work, reader)]
+                made = [self._read_next(attempt, reader)]
             except BaseException as error:
                 when = ""
                 if reader.is_at_work:
                     when = READING_ON if reader.was_just_put_back else READING
                 # Whoever leaves out what fails must not leave out that a stream is another one.
                 fatal = reader.is_other
-                work.add(self.failure(error, when, maker.failing, fatal=fatal))
+                attempt.add(self.failure(error, when, maker.failing, fatal=fatal))
                 maker.failing = ()
             else:
                 if made[0] is END:
                     break
-                work.add(self.pack(made, work))
+                attempt.add(self.pack(made, attempt))
             fingerprints.append(reader.last_fingerprint)
         return ShardReply(
             ended=reader.is_ended,
-            state=self._state(reader, work.outcomes),
+            state=self._state(reader, attempt.outcomes),
             fingerprints=fingerprints,
             reread=reader.reread,
         )
 
-    def _read_next(self, work: Work, reader: ShardReader) -> Any:
+    def _read_next(self, attempt: Attempt, reader: ShardReader) -> Any:
         """Return the next batch of a shard; or END."""
         self.info = reader.info
         batch = current_batch(self.info)
@@ -113,12 +113,12 @@ class StreamWorker(Worker):
         reader.is_at_work = True
         if reader.iterator is None and not reader.is_ended:
             self.call(reader.begin(), reader.prepare)
-        return self.call(reader.begin(), self._make_next, work, reader)
+        return self.call(reader.begin(), self._make_next, attempt, reader)
 
-    def _make_next(self, work: Work, reader: ShardReader) -> Any:
+    def _make_next(self, attempt: Attempt, reader: ShardReader) -> Any:
         """The same, seeded: past batches that were delivered before, which are not made again."""
         if reader.is_behind:
-            reader.pass_over(partial(self._begin_next, reader, work.task.id))
+            reader.pass_over(partial(self._begin_next, reader, attempt.task.id))
         info = reader.info
         ordinal = ordinal_in_epoch(reader.next, shard=info.id, total=info.num_workers)
         samples = reader.draw()
@@ -126,7 +126,7 @@ class StreamWorker(Worker):
         if samples is END:
             return END
         begin_batch(info, reader.epoch, ordinal, key=DRAWN)
-        return work.maker.combine(samples)
+        return attempt.maker.combine(samples)
 
     def _begin_next(self, reader: ShardReader, task_id: int, item: int) -> None:
         """Begin with the next batch: its time, and its numbers.

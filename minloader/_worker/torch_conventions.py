@@ -20,9 +20,10 @@ from typing import Any
 from minloader._errors import SKIP
 from minloader._protocols import has_epochs
 from minloader._sampling.seeding import derive
+from minloader._worker.global_states import drawn_from
 from minloader._worker.import_hook import forget, when_imported
 from minloader._worker.messages import WorkerInfo
-from minloader._worker.seeds import drawn_from, save_globals
+from minloader._worker.seeds import save_globals
 
 logger = logging.getLogger("minloader")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from minloader._worker.seeds import comparable
+from minloader._worker.global_states import comparable
 
 States = dict[str, Any]
 """States of generators, by the names "torch", "random" and "numpy"."""
