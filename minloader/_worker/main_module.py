@@ -9,11 +9,11 @@ refers to functions and classes of it by name all the same, in its own processes
                                                  defines them
 
 A forked worker has the main module itself. What it spawns imports that, as multiprocessing does.
+This module is loaded where a worker starts a process.
 """
 
 from __future__ import annotations
 
-import multiprocessing.spawn
 import multiprocessing.util
 import sys
 from contextlib import suppress
@@ -23,21 +23,16 @@ from minloader._memory.files import SharedFile
 from minloader._memory.pickling import pack, unpack
 from minloader._memory.reducers import MAIN
 
-_get_preparation_data = multiprocessing.spawn.get_preparation_data
-
 _files: dict[tuple[str, ...], SharedFile] = {}
 """Files that define names of the main module, by these names. There is hardly more than one."""
 
 
-def pass_main_on() -> None:
-    """Have the processes that this worker will start know what it knows of the main module."""
-    if multiprocessing.spawn.get_preparation_data is _get_preparation_data:
-        multiprocessing.spawn.get_preparation_data = _with_main
+def with_main(data: dict[str, Any]) -> dict[str, Any]:
+    """Return what a child is told, with a main module to run if it would have none.
 
-
-def _with_main(name: str) -> dict[str, Any]:
-    """Return what a child is told, with a main module to run if it would have none."""
-    data = _get_preparation_data(name)
+    Args:
+        data: what ``multiprocessing.spawn.get_preparation_data`` gave for it.
+    """
     if "init_main_from_path" not in data and "init_main_from_name" not in data:
         definitions = _main_definitions()
         if definitions:

@@ -14,6 +14,7 @@ import atexit
 import importlib
 import logging
 import multiprocessing
+import multiprocessing.spawn
 import multiprocessing.util
 import os
 import sys
@@ -31,7 +32,6 @@ from minloader._worker.environment import ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.import_hook import when_imported
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
-from minloader._worker.main_module import pass_main_on
 from minloader._worker.messages import (
     NOTHING_READ,
     Failure,
@@ -104,7 +104,7 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
         multiprocessing.util.Finalize(None, atexit._run_exitfuncs, exitpriority=101)
     if not os.environ.get("PYTHONBREAKPOINT") and sys.breakpointhook is sys.__breakpointhook__:
         sys.breakpointhook = refuse_breakpoint
-    pass_main_on()
+    multiprocessing.spawn.get_preparation_data = _preparation_data
     try:
         for plugin in setup.plugins:
             plugin.start(info)
@@ -148,6 +148,16 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
         failed_start = Reply(worker=info.id, pid=pid, packed=True, outcomes=[failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
+
+
+_get_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def _preparation_data(name: str) -> dict[str, Any]:
+    """Return what a process that this worker starts is told first."""
+    from minloader._worker.main_module import with_main  # few start any
+
+    return with_main(_get_preparation_data(name))
 
 
 def _follow_torch(storage: Any) -> None:
