@@ -13,7 +13,7 @@ tell, and may be gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -273,7 +273,14 @@ class Course:
             allowed = sampler._checked_allowed(allow)
             dealt_before = sampler._checked(state, allowed)  # an error says what does not fit
             if dealt_before:
-                return _dealt_anew(position, sampler, allowed)
+                from minloader._sampling.dealt import dealt_anew  # few states need it
+
+                given = lane.given
+                known = lane.source_state
+                known = dealt_anew(sampler, known, position.epoch, given, lane.ahead, allowed)
+                # What comes next is another batch now.
+                lane = LanePosition(given=given, source_state=known)
+                return replace(position, lanes=[lane], length=None)
         finally:
             sampler.seed = seed_before
         return position
@@ -342,22 +349,3 @@ def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
                     f"{name}, which the state does not have: in a new process it would repeat the "
                     "order of the first epoch; give it set_epoch, or state_dict and load_state_dict"
                 )
-
-
-def _dealt_anew(position: Position, sampler: Sampler, allowed: Sequence[str]) -> Position:
-    """Return a position whose steps were dealt out otherwise as one of the sampler's."""
-    (lane,) = position.lanes
-    source_state = lane.source_state
-    if lane.ahead:
-        raise ValueError(
-            "what is left is to be dealt out anew, since world_size or what limits a batch is "
-            "another, but the state has batches that were delivered before their turn "
-            "(in_order=False), which are others in each rank; end the epoch with the sampler that "
-            "it had, or take a state from between epochs"
-        )
-    sampler._load(source_state.state, position.epoch, lane.given - source_state.at, allowed)
-    # What comes next is another batch now.
-    lane = LanePosition(
-        given=lane.given, source_state=SourceState(lane.given, sampler.state_dict())
-    )
-    return replace(position, lanes=[lane], length=None)

@@ -7,12 +7,13 @@ anew. So a state has the ``world_size_history``, see :data:`minloader._sampling.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from minloader._arguments import checked_int
 from minloader._formats import brief_repr
 from minloader._sampling.ranks import MOST_RANKS
+from minloader._sampling.reader import SourceState
 
 
 def check(own: dict[str, Any], state: dict[str, Any], allowed: Sequence[str]) -> None:
@@ -71,3 +72,35 @@ def anew(start: dict[str, Any], former: Sequence[Any], more: int) -> dict[str, A
     if until <= (history[-1][-1] if history else start["begun"]):
         return start
     return start | {"batches": until, "world_size_history": [*history, [*former, until]]}
+
+
+def dealt_anew(
+    sampler: Any,
+    source_state: SourceState,
+    epoch: int,
+    given: int,
+    ahead: Collection[int],
+    allowed: Sequence[str],
+) -> SourceState:
+    """Return a state of a sampler that was dealt out otherwise as one of the sampler here.
+
+    Args:
+        sampler: as it is here.
+        source_state: of the sampler as it was then.
+        epoch: number of the epoch.
+        given: how many batches were handed over.
+        ahead: which were before their turn.
+        allowed: names of what may be others than they were.
+
+    Raises:
+        ValueError: that cannot be.
+    """
+    if ahead:
+        raise ValueError(
+            "what is left is to be dealt out anew, since world_size or what limits a batch is "
+            "another, but the state has batches that were delivered before their turn "
+            "(in_order=False), which are others in each rank; end the epoch with the sampler that "
+            "it had, or take a state from between epochs"
+        )
+    sampler._load(source_state.state, epoch, given - source_state.at, allowed)
+    return SourceState(given, sampler.state_dict())

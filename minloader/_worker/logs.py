@@ -11,11 +11,8 @@ worker that sends faster than the parent reads waits, and nobody else does.
 from __future__ import annotations
 
 import logging
-import os
-import pickle
 import socket
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +65,7 @@ class WorkerLogs(Plugin):
         disabled: level up to which all logging is switched off.
         filters: arguments of ``warnings.filterwarnings`` for the filters of built-in categories,
             the first to be asked first. (Others might be of a module that a worker lacks.)
+        sender: in a worker that sends, the handler that does.
     """
 
     connection: socket.socket | None
@@ -75,6 +73,7 @@ class WorkerLogs(Plugin):
     others: dict[str, int]
     disabled: int
     filters: list[tuple[Any, ...]]
+    sender: logging.Handler | None = None
 
     @classmethod
     def to(cls, connection: socket.socket | None) -> WorkerLogs:
@@ -97,12 +96,14 @@ class WorkerLogs(Plugin):
 
     def start(self, info: WorkerInfo) -> None:
         if self.connection is not None:
-            send_logs(self.connection)
+            from minloader._worker.log_sender import send_logs  # which workers alone need
+
+            self.sender = send_logs(self.connection)
             self._set_levels()
 
     def loaded(self) -> None:
         """What the job has imported may have set levels and filters otherwise."""
-        if any(isinstance(each, _LogSender) for each in logging.root.handlers):
+        if self.sender in logging.root.handlers:
             self._set_levels()
         warnings.resetwarnings()
         for action, message, category, module, line in self.filters:
@@ -120,75 +121,3 @@ class WorkerLogs(Plugin):
 
 def _text(pattern: Any) -> str:
     return getattr(pattern, "pattern", pattern) or ""
-
-
-class _LogSender(logging.Handler):
-    """The only handler of a worker process, and of forks of it.
-
-    Args:
-        connection: leads to the parent.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__()
-        self._connection = connection
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            values = record.__dict__ | {"msg": record.getMessage(), "args": None, "exc_info": None}
-            if record.exc_info:
-                values["exc_text"] = logging.Formatter().formatException(record.exc_info)
-        except Exception:  # arguments that do not fit the text: no error of the batch
-            self.handleError(record)
-            return
-        try:
-            data = pickle.dumps(values, 5)
-        except Exception:  # something in ``extra``
-            standard = logging.makeLogRecord({}).__dict__
-            values = {name: values[name] for name in standard if name in values}
-            data = pickle.dumps(values, 5)
-        self._send(data)
-
-    def show_warning(self, message: Any, category: Any, filename: str, line: int, *_: Any) -> None:
-        """Stand in for ``warnings.showwarning``."""
-        warning = WorkerWarning(message, category, filename, line)
-        try:
-            data = pickle.dumps(warning, 5)
-        except Exception:  # a class that nobody finds by its name
-            text = f"{category.__name__}: {message}"
-            data = pickle.dumps(warning._replace(message=text, category=UserWarning), 5)
-        self._send(data)
-
-    def _send(self, data: bytes) -> None:
-        """Send a message."""
-        pid = os.getpid().to_bytes(4, "little")
-        self.acquire()
-        try:
-            with suppress(OSError):  # the parent has ended, and we are about to
-                for start in range(0, len(data), PACKET):
-                    is_last = bytes([start + PACKET >= len(data)])
-                    self._connection.sendall(pid + is_last + data[start : start + PACKET])
-        finally:
-            self.release()
-
-
-def send_logs(connection: socket.socket) -> None:
-    """Have all that this worker process logs and warns come out in the parent.
-
-    Unless logging is set up in the worker itself: then its handlers have what it logs.
-    """
-    sender = _LogSender(connection)
-    root = logging.getLogger()
-    for each in (root, *root.manager.loggerDict.values()):
-        if isinstance(each, logging.Logger):
-            each.handlers.clear()  # in a fork they are the parent's
-            if each is root or not each.propagate:
-                each.addHandler(sender)
-    basic_config = logging.basicConfig
-
-    def set_up(**options: Any) -> None:
-        root.removeHandler(sender)  # with any handler there basicConfig would do nothing
-        basic_config(**options)
-
-    logging.basicConfig = set_up
-    warnings.showwarning = sender.show_warning  # type: ignore[assignment]  # others call it, too
