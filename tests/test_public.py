@@ -204,6 +204,8 @@ HANGING = {
     "_foreign": "Loader(loaded, [0], executor=ThreadPoolExecutor(1))",
     "_worker.torch_conventions": "Loader(with_torch, [0])",
     "_worker.fingerprint": "Loader(Stream())",
+    "_worker.early_reads": "Loader(concurrent(Rows()), [0])",
+    "_worker.global_states": "Loader(loaded, [0], seed_generators=True)",
     "_diagnosis.shard_watch": "Loader(Stream(), num_workers=2)",
     "_worker.processor_time": "Loader(loaded, [0], trace='trace.json')",
     "_worker.long_start": "examined()",
@@ -217,7 +219,7 @@ HANGING = {
 WITHOUT = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from minloader import Loader, get_worker_info
+from minloader import Loader, concurrent, get_worker_info
 
 
 def loaded(item):
@@ -234,6 +236,11 @@ def examined():
     with Loader(loaded, [0] * 9) as loader:
         run(loader, 0.01, 0.0)
         return list(loader)
+
+
+class Rows:
+    def __getitem__(self, index):
+        return loaded(index)
 
 
 class Stream:
