@@ -13,7 +13,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 
@@ -299,8 +299,7 @@ class Loader(Generic[B]):
         """A copy of what was counted so far; see :class:`Stats`."""
         return self._shared.stats
 
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Write a timeline to a file while the ``with`` lasts, in the format of Chrome's tracing.
 
         Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open it. The consumer, the sampler and
@@ -315,17 +314,9 @@ class Loader(Generic[B]):
             TypeError: it is not a path.
             RuntimeError: a trace is being written already, or the loader is closed.
         """
-        self._shared.check_open()
-        counters = self._shared.counters
-        if counters.file is not None:
-            raise RuntimeError(
-                f"a trace is being written to {counters.file.path} already; end that first"
-            )
-        counters.file = _open_trace(path)
-        try:
-            yield
-        finally:
-            counters.end_file()
+        from minloader._diagnosis.trace import traced  # few write one
+
+        return traced(self._shared, path)
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minloader._formats import brief_repr
-from minloader._sampling.ranks import is_of_ranks, ranks_as_text
+from minloader._protocols import has_epochs, is_stateful
+from minloader._sampling.base import Sampler
+from minloader._sampling.ranks import is_of_ranks, ranks_as_text, with_inner
 
 OTHER_NAMES = {
     "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
@@ -105,3 +107,29 @@ def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) 
         "arguments and set_epoch alone, and these be as they were (also seed and number of ranks), "
         "or the sampler must have state_dict and load_state_dict"
     )
+
+
+def refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
+    """Refuse a sampler whose order follows from a generator of its own, which nothing puts back.
+
+    Args:
+        sampler: one of ours, which is judged by those that it reads; or another.
+        is_put_back: whether the state has one of it.
+    """
+    if isinstance(sampler, Sampler):
+        for each in sampler.inner_samplers():
+            refuse_own_generator(each, is_put_back=is_stateful(each))
+        return
+    if is_put_back:
+        return
+    others = [each for each in with_inner(sampler) if not isinstance(each, Sampler)]
+    if any(map(has_epochs, others)):
+        return  # it is told what its order follows from
+    for each in others:
+        for name, value in getattr(each, "__dict__", {}).items():
+            if type(value).__name__ in ("Random", "Generator", "RandomState"):
+                raise ValueError(
+                    f"the sampler, {brief_repr(sampler)}, draws its order from a generator, "
+                    f"{name}, which the state does not have: in a new process it would repeat the "
+                    "order of the first epoch; give it set_epoch, or state_dict and load_state_dict"
+                )

@@ -6,10 +6,13 @@ import io
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from minloader._diagnosis.figures import split_task
 from minloader._epochs.counters import Event
+from minloader._epochs.options import Shared
 from minloader._formats import brief_repr
 
 logger = logging.getLogger("minloader")
@@ -86,3 +89,24 @@ class Trace:
             file.close()
             self._file = None
             logger.warning("the trace %s ends here: %s", self.path, error)
+
+
+@contextmanager
+def traced(shared: Shared, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write a timeline while the block lasts; see :meth:`minloader.Loader.trace`.
+
+    Args:
+        shared: what the loader's epochs share.
+        path: of the file.
+    """
+    shared.check_open()
+    counters = shared.counters
+    if counters.file is not None:
+        raise RuntimeError(
+            f"a trace is being written to {counters.file.path} already; end that first"
+        )
+    counters.file = Trace(path)
+    try:
+        yield
+    finally:
+        counters.end_file()

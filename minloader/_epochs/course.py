@@ -31,9 +31,8 @@ from minloader._epochs.position import (
 from minloader._formats import brief_repr
 from minloader._memory.pickling import pack
 from minloader._pools.interrupts import Interrupts, interrupts_held
-from minloader._protocols import has_epochs, is_stateful
+from minloader._protocols import is_stateful
 from minloader._sampling.base import Sampler
-from minloader._sampling.ranks import with_inner
 from minloader._sampling.reader import SourceState
 
 
@@ -256,7 +255,9 @@ class Course:
             )
         (lane,) = position.lanes
         if position.epoch:
-            _refuse_own_generator(sampler, is_put_back=lane.source_state.state is not None)
+            from minloader._diagnosis.mistakes import refuse_own_generator
+
+            refuse_own_generator(sampler, is_put_back=lane.source_state.state is not None)
         if lane.source_state.state is not None and not is_stateful(sampler):
             raise ValueError(
                 f"the state has one of its sampler, but the sampler here, {brief_repr(sampler)}, "
@@ -323,29 +324,3 @@ def _position_of_sampler(sampler: Sampler) -> Position | None:
     given = 0 if run_state["between"] else run_state["batches"]
     lane = LanePosition(given=given, source_state=SourceState(given, sampler.state_dict()))
     return Position(epoch=epoch, lanes=[lane])
-
-
-def _refuse_own_generator(sampler: Any, *, is_put_back: bool) -> None:
-    """Refuse a sampler whose order follows from a generator of its own, which nothing puts back.
-
-    Args:
-        sampler: one of ours, which is judged by those that it reads; or another.
-        is_put_back: whether the state has one of it.
-    """
-    if isinstance(sampler, Sampler):
-        for each in sampler.inner_samplers():
-            _refuse_own_generator(each, is_put_back=is_stateful(each))
-        return
-    if is_put_back:
-        return
-    others = [each for each in with_inner(sampler) if not isinstance(each, Sampler)]
-    if any(map(has_epochs, others)):
-        return  # it is told what its order follows from
-    for each in others:
-        for name, value in getattr(each, "__dict__", {}).items():
-            if type(value).__name__ in ("Random", "Generator", "RandomState"):
-                raise ValueError(
-                    f"the sampler, {brief_repr(sampler)}, draws its order from a generator, "
-                    f"{name}, which the state does not have: in a new process it would repeat the "
-                    "order of the first epoch; give it set_epoch, or state_dict and load_state_dict"
-                )

@@ -13,7 +13,7 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-from minloader._worker.logs import PACKET, WorkerWarning
+from minloader._worker.messages import PACKET, WorkerWarning
 
 
 class LogSender(logging.Handler):

@@ -14,18 +14,10 @@ import logging
 import socket
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.plugins import Plugin
-
-PACKET = 64 * 1024
-"""Bytes; longer messages are sent in pieces. The system takes at least 200 kB at once, but has to
-find them in one piece of its memory."""
-
-HEAD = 5
-"""Bytes before a piece: four for the pid, and whether the piece is the message's last."""
-
 
 said: dict[str, object] = {}
 """Lines of our own that say of themselves that they are said once, and were said."""
@@ -42,15 +34,6 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("minloader").addFilter(_is_news)
-
-
-class WorkerWarning(NamedTuple):
-    """A warning of a worker; arguments of ``warnings.warn_explicit``."""
-
-    message: Any
-    category: type[Warning]
-    filename: str
-    line: int
 
 
 @dataclass
