@@ -14,6 +14,7 @@ from concurrent import futures
 from typing import Any, Final
 
 PACKAGE = os.path.dirname(__file__)
+STANDARD = os.path.dirname(os.__file__)
 OURS = {PACKAGE, *(os.path.join(PACKAGE, name) for name in ("_epochs", "_worker"))}
 OURS |= {os.path.dirname(futures.__file__)}
 """Folders whose code leads to the user's: that of a future which has failed, too."""
@@ -152,7 +153,7 @@ def is_own(error: BaseException) -> bool:
 
 def file_broken_into(error: BaseException) -> str:
     """Return the file whose code was interrupted by a signal, the handler of which has raised an
-    error; "" if none has.
+    error; "" if none has. What the standard library does is for whoever called it.
     """
     handlers = map(_signal.getsignal, range(1, _signal.NSIG))
     codes = {getattr(each, "__code__", None) for each in handlers} - {None}
@@ -160,7 +161,9 @@ def file_broken_into(error: BaseException) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code in codes:
             return file
-        file = frame.f_code.co_filename
+        name = frame.f_code.co_filename
+        if not name.startswith(STANDARD) or "site-packages" in name:
+            file = name
     return ""
 
 
