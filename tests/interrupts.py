@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import itertools
+import os
 import random
 import signal
 import sys
@@ -26,6 +28,9 @@ READER = f"{OURS}/_sampling/reader.py"
 FEEDS = f"{OURS}/_epochs/feed.py", READER
 SHARD_FEEDS = f"{OURS}/_epochs/shard_feed.py"
 """What draws from samplers, and what makes the tasks of streams."""
+
+COLLECTIONS = os.path.dirname(collections.__file__)
+"""What the package calls, too."""
 
 ERRORS = f"{OURS}/_errors.py"
 """What is asked what an error is."""

@@ -10,7 +10,17 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from interrupts import ERRORS, FEEDS, OURS, SHARD_FEEDS, Boom, Breaking, TimeLimit, Within
+from interrupts import (
+    COLLECTIONS,
+    ERRORS,
+    FEEDS,
+    OURS,
+    SHARD_FEEDS,
+    Boom,
+    Breaking,
+    TimeLimit,
+    Within,
+)
 
 from .programs import KINDS, Break, Kind, Program
 
@@ -187,6 +197,7 @@ PRESSES: dict[str, Press] = {
     "prefetch": Press("prefetch 2 2", "next", f"{OURS}/_prefetch.py", 11),
     "what is read again": Press("iter; take 2; resize 3", "next", SHARD_FEEDS, 7),
     "an error of the sampler": Press("iter; take 3", "next", ERRORS),
+    "alarms, in what the package calls": Press("iter", "next", COLLECTIONS, 1, "an alarm"),
     "alarms, where Ctrl-C is held": Press(
         "iter; iter; take 1 0; take 1 1",
         "next of both",

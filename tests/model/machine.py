@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from interrupts import Breaking, Deadline, TimeLimit
+from interrupts import Deadline, TimeLimit
 
 from .programs import (
     DATASETS,
@@ -47,9 +47,12 @@ some = st.integers(0, 2)
 
 seeds = st.sampled_from([0, 0, 7, None])
 
-breaking = st.sampled_from([KeyboardInterrupt, KeyboardInterrupt, TimeLimit, Deadline])
+places = st.integers(0, 150) | st.integers(0, 1_500)
 
-break_in = st.builds(Break, st.integers(0, 300) | st.integers(0, 1_500), breaking)
+break_in = st.builds(
+    Break, places, st.sampled_from([KeyboardInterrupt, Deadline]), st.sampled_from(WITHIN)
+) | st.builds(Break, places, st.just(TimeLimit), st.sampled_from(WITHIN[:2]))
+"""In what user's code has called, an Exception would take the place of a batch."""
 
 seldom_broken = st.none() | st.none() | break_in
 """What breaks into a call; None: nothing does."""
@@ -197,28 +200,18 @@ class Programs(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(
         which=some,
-        places=st.lists(st.integers(0, 150) | st.integers(0, 1_500), min_size=1, max_size=4),
-        raises=breaking,
-        within=st.sampled_from(WITHIN),
+        breaks=st.lists(break_in, min_size=1, max_size=4),
         at_once=st.booleans(),
         noted=st.booleans(),
     )
-    def interrupt(
-        self,
-        which: int,
-        places: list[int],
-        raises: Breaking,
-        within: str,
-        at_once: bool,
-        noted: bool,
-    ) -> None:
+    def interrupt(self, which: int, breaks: list[Break], at_once: bool, noted: bool) -> None:
         """Several times: before the ``next`` that makes the first good has ended, or behind it."""
-        all_of_it = [Break(place, raises, within) for place in places]
-        for breaks in [all_of_it] if at_once else [[each] for each in all_of_it]:
-            if self.live and self.possible(breaks[0]):
-                often = "twice" if breaks[1:] else "once"
-                with self.noted(f"{came(breaks[0])} {often} in next") as program:
-                    program.interrupt(which % self.live, breaks, noted)
+        breaks = [each for each in breaks if self.possible(each)]
+        for those in [breaks] if at_once else [[each] for each in breaks]:
+            if self.live and those:
+                often = "twice" if those[1:] else "once"
+                with self.noted(f"{came(those[0])} {often} in next") as program:
+                    program.interrupt(which % self.live, those, noted)
 
     @precondition(lambda self: self.live and not self.in_epochs)
     @rule(which=some, numbers=st.lists(st.integers(1, 5), min_size=2, max_size=3))

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from conftest import variants
-from interrupts import ERRORS, FEEDS, OURS, SHARD_FEEDS
+from interrupts import COLLECTIONS, ERRORS, FEEDS, OURS, SHARD_FEEDS
 
 from .found import (
     COMES,
@@ -71,7 +71,7 @@ def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
         monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # it is asked each time
     pressed = PRESSES[name]
     quickest = QUICKEST
-    if pressed.within not in (SHARD_FEEDS, ERRORS):  # which one of these has
+    if pressed.within not in (SHARD_FEEDS, ERRORS, COLLECTIONS):  # which one of these has
         quickest = in_turns(QUICKEST, PRESSES, name, way)
     slow = [kind for kind in QUICKEST if kind not in quickest]
     kinds = quickest if some else slow + in_turns(OTHERS, PRESSES, name, way)
@@ -79,7 +79,9 @@ def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
     pressed = pressed._replace(stride=pressed.stride * (1 if some else 3))
     most = max([press(kind, way, pressed) for kind in those], default=1)
     # Of others not each has such a place; and a feed may have been read by then, for threads.
-    if some and not (way == "threads" and pressed.within in (FEEDS, SHARD_FEEDS, ERRORS)):
+    if some and not (
+        way == "threads" and pressed.within in (FEEDS, SHARD_FEEDS, ERRORS, COLLECTIONS)
+    ):
         assert most > 0
 
 
