@@ -299,7 +299,7 @@ def test_an_interrupt_in_a_sampler_loses_nothing(steps):
     """The epoch is begun again with the same generators, up to where it was."""
     code = torch.utils.data.sampler.__file__
     kinds = "shuffle", "ours over ours over torch's"
-    assert max(press(kind, 0, steps, 1, code) for kind in kinds) > 0
+    assert max(press(kind, 0, steps, 1, within=code) for kind in kinds) > 0
 
 
 def test_an_interrupt_in_the_sampler_of_an_epoch_before_others_loses_nothing():

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from interrupts import interrupted
+from interrupts import OURS, Within, interrupted
 from kinds import Told, ToldWithState
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -651,7 +651,14 @@ def do(program: DropIn, steps: str) -> None:
         STEPS[name.strip()](program, *arguments)
 
 
-def press(kind: str, num_workers: int, steps: str, stride: int, comes: str = "Ctrl-C") -> int:
+def press(
+    kind: str,
+    num_workers: int,
+    steps: str,
+    stride: int,
+    comes: str = "Ctrl-C",
+    within: Within = OURS,
+) -> int:
     """It comes at each so many-th place of ``next``; says how many there are."""
     raises, times = COMES[comes]
     behind = itertools.cycle(range(0, 60, 7))
@@ -659,7 +666,7 @@ def press(kind: str, num_workers: int, steps: str, stride: int, comes: str = "Ct
         program = run(kind, num_workers, steps)
         with explained(program):
             places = [place, next(behind)][:times]
-            reached = program.take(1, [Break(each, raises) for each in places])
+            reached = program.take(1, [Break(each, raises, within) for each in places])
             program.note()
             do(program, f"finish; begin {program.place.number}; finish; verify")
         program.close()

@@ -201,7 +201,7 @@ PRESSES: dict[str, Press] = {
     "alarms, where Ctrl-C is held": Press(
         "iter; iter; take 1 0; take 1 1",
         "next of both",
-        f"{OURS}/_epochs/interrupts.py",
+        f"{OURS}/_pools/interrupts.py",
         1,
         "an alarm",
     ),

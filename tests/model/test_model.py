@@ -42,7 +42,8 @@ def run(machine: Any, programs: int, steps: int, rules: Iterable[str] = ()) -> C
 @pytest.mark.timeout(600)
 def test_programs():
     rules = ["iter", "epochs", "prefetch", "leave", "num_workers", "next in threads", "state_dict"]
-    rules += ["load_state_dict", "load_state_dict elsewhere", "Ctrl-C in next"]
+    rules += ["load_state_dict", "load_state_dict elsewhere"]
+    rules += ["Ctrl-C once in next", "Ctrl-C twice in next", "an alarm once in next"]
     used = run(Programs, 80, 20, rules)
     assert used["programs"] >= 60
 
