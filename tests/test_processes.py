@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -761,6 +762,24 @@ def test_a_worker_leaves_while_another_thread_reaps_it(tmp_path, monkeypatch):
         (child,) = loader
         monkeypatch.setattr(WorkerProcess, "exitcode", None, raising=False)
     assert eventually(lambda: not alive(child))
+
+
+def test_what_is_just_being_started_is_killed(monkeypatch):
+    """Whoever starts a program may end before the program has its environment."""
+    monkeypatch.setattr(lifetimes, "LONGEST_EXEC", AT_LAST)
+    read = lifetimes._read_all
+    rounds: list[str] = []
+
+    def read_early(name: str) -> Iterator[tuple[int, bytes]]:
+        rounds.append(name)
+        for pid, content in read(name):
+            yield pid, b"" if pid == sleep.pid and len(rounds) < 3 else content
+
+    monkeypatch.setattr(lifetimes, "_read_all", read_early)
+    sleep = subprocess.Popen(["sleep", "600"], env=os.environ | {"MARK_OF_A_TEST": "here"})
+    assert lifetimes.kill_marked("MARK_OF_A_TEST", "here") == [sleep.pid]
+    assert sleep.wait() == -signal.SIGKILL
+    assert len(rounds) == 3
 
 
 def used(loader: Loader) -> list[Any]:

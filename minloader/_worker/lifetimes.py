@@ -225,6 +225,10 @@ def _descendants(pid: int) -> list[int]:
     return family[1:]
 
 
+LONGEST_EXEC = 0.1
+"""Seconds that are waited for programs which have no environment yet. Some never have one."""
+
+
 def kill_marked(name: str, value: str) -> list[int]:
     """Kill every process that was started with this environment variable, wherever it went.
 
@@ -232,9 +236,20 @@ def kill_marked(name: str, value: str) -> list[int]:
         Their pids.
     """
     mark = f"{name}={value}".encode()
-    pids = [pid for pid, environment in _read_all("environ") if mark in environment.split(b"\0")]
-    _kill_each(pids)
-    return pids
+    killed = []
+    deadline = time.monotonic() + LONGEST_EXEC
+    while True:
+        are_starting = False
+        for pid, environment in _read_all("environ"):
+            if mark in environment.split(b"\0"):
+                _kill_each([pid])
+                killed.append(pid)
+            # Linux lets go of who has started a program before that has its environment. A process
+            # of the kernel has no program.
+            are_starting |= not environment and os.path.exists(f"/proc/{pid}/exe")
+        if not are_starting or time.monotonic() > deadline:
+            return killed
+        time.sleep(0.005)
 
 
 def reap_orphans(leaders: list[int], others: list[int], seconds: float) -> None:
