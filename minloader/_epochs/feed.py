@@ -177,10 +177,11 @@ class SamplerFeed(Reader):
         if getattr(source.items, "is_put_back", False) and not self.known.at:
             # The drop-in puts its sampler back as a state is loaded.
             self._chances = 0 if source.state_begins_epoch else self.chances
-        length = source.length()
-        if not source.is_ours:
-            check_length(self.epoch, length, self.length)
-        self.length = length
+        if self.iterator is None:  # one that was interrupted may count what it has lost
+            length = source.length()
+            if not source.is_ours:
+                check_length(self.epoch, length, self.length)
+            self.length = length
         if self.last is not None and (self.check is None or self.check.ordinal < self.last[0]):
             # It is read anew: the item before, which others have by now, must be the same.
             ordinal, item = self.last

@@ -18,6 +18,11 @@ QUICK = ["shuffle", "own generator", "told with state", "rolling", "stream with 
 """Kinds of samplers and streams that are interrupted in any case."""
 
 
+TORN = ["ours over torch's", "ours over ours over torch's"]
+"""Here, where what comes finds a batch on its way out of a sampler of ours, a state that is taken
+before the next ``next`` is refused when it is loaded. So these are not pressed at each place."""
+
+
 @pytest.mark.parametrize("name", FOUND)
 @variants(("kinds", "num_workers"), [(list(KINDS), 0), (QUICK, 1)], ids=["all", "with a worker"])
 def test_found(name, kinds, num_workers):
@@ -28,7 +33,7 @@ def test_found(name, kinds, num_workers):
 @pytest.mark.parametrize("name", PRESSED)
 @variants(
     ("kinds", "stride"),
-    [(QUICK, 307), (QUICK, 61), ([kind for kind in KINDS if kind not in QUICK], 193)],
+    [(QUICK, 307), (QUICK, 61), ([kind for kind in KINDS if kind not in QUICK + TORN], 193)],
     ids=["some", "at more places", "others"],
 )
 @variants("comes", ["Ctrl-C", "an alarm", "Ctrl-C twice"], 2)
