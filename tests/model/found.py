@@ -243,7 +243,9 @@ def run(kind: str, way: str, steps: str, **arguments: Any) -> Program:
     in_pairs = what.stream and way == "threads"
     options = {"seed": 7, "batch_size": 2} if in_pairs else {"seed": 7}
     collated = in_pairs or bool(what.options)
-    program = Program(kind, way, 13, **{"options": options, "collated": collated} | arguments)
+    given = {"options": options, "collated": collated} | arguments
+    given["options"] = dict(given["options"])  # which a program adds to
+    program = Program(kind, way, 13, **given)
     try:
         do(program, steps)
     except BaseException as error:
