@@ -243,8 +243,8 @@ def run(kind: str, way: str, steps: str, **arguments: Any) -> Program:
     in_pairs = what.stream and way == "threads"
     options = {"seed": 7, "batch_size": 2} if in_pairs else {"seed": 7}
     collated = in_pairs or bool(what.options)
-    given = {"options": options, "collated": collated} | arguments
-    given["options"] = dict(given["options"])  # which a program adds to
+    given: dict[str, Any] = {"collated": collated} | arguments
+    given["options"] = options | arguments.get("options", {})
     program = Program(kind, way, 13, **given)
     try:
         do(program, steps)
