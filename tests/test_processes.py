@@ -310,8 +310,21 @@ def test_a_fork_server_imports_what_the_modules_of_the_job_import(monkeypatch):
     context: Any = Context()
     monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", int)
     fork_server.start_fork_server(context, [__name__, "__main__"], seed=0)
-    assert {__name__, "numpy", "psutil", "pytest", "minloader"} <= set(context.names)
+    needed = {__name__, "numpy", "psutil", "pytest", "minloader", "minloader._worker.log_sender"}
+    assert needed <= set(context.names)
     assert not {"os", "threading", "__main__"} & set(context.names)
+
+
+def test_a_forked_worker_has_nothing_of_ours_to_import():
+    """It may be another user by then, who may not read our files."""
+    found = printed_by("""
+import sys
+from minloader import Loader
+with Loader(lambda _: set(sys.modules), [0], num_workers=1, mp_context="fork") as loader:
+    (modules,) = loader
+print(modules - set(sys.modules))
+""")
+    assert found == "set()\n"
 
 
 class Pickled:

@@ -14,10 +14,14 @@ import logging
 import socket
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.plugins import Plugin
+
+LOG_SENDER = "minloader._worker.log_sender"
+"""Module that workers alone need; who forks them imports it for them."""
 
 said: dict[str, object] = {}
 """Lines of our own that say of themselves that they are said once, and were said."""
@@ -79,9 +83,7 @@ class WorkerLogs(Plugin):
 
     def start(self, info: WorkerInfo) -> None:
         if self.connection is not None:
-            from minloader._worker.log_sender import send_logs  # which workers alone need
-
-            self.sender = send_logs(self.connection)
+            self.sender = import_module(LOG_SENDER).send_logs(self.connection)
             self._set_levels()
 
     def loaded(self) -> None:
