@@ -346,7 +346,7 @@ class Loader(Generic[B]):
             ValueError: the sampler does not give what it gave when the state was taken.
         """
         batches: Batches[B] = Batches(self._course)
-        cursor = batches.begin()
+        cursor = batches.begin(sends=True)
         # No call behind this line, so no Ctrl-C: an epoch that was begun is the consumer's.
         batches.epoch = cursor.epoch
         self._course.cursor = cursor

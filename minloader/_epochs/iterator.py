@@ -167,19 +167,28 @@ class Batches(Iterator[B], Generic[B]):
 
     # --- to begin
 
-    def begin(self) -> Cursor:
-        """Begin with the epoch; with workers, its first batches are under way on return.
+    def begin(self, *, sends: bool) -> Cursor:
+        """Begin with the epoch.
+
+        Args:
+            sends: whether its first batches are to be under way on return. If Ctrl-C comes while
+                they are drawn, the epoch is lost, and what the sampler has given for it.
 
         Returns:
             Where the loader is then, which has the epoch. The caller notes both, at once.
         """
+        begin = perf_counter()
         self.interrupts.is_on = True
         try:
             with self.interrupts:
-                cursor = self._begin()
+                cursor = self._begin(begin)
+                assert cursor is not None
+                assert cursor.epoch is not None
+                if sends:
+                    cursor.epoch.fill()
+                cursor.epoch.shared.counters.count_epoch_start(begin)
         finally:
             self.interrupts.is_on = False
-        assert cursor is not None
         return cursor
 
     def _begin_epoch(self) -> Cursor | None:
@@ -187,19 +196,14 @@ class Batches(Iterator[B], Generic[B]):
         assert self.course is not None
         return self.course.begin(self.interrupts)
 
-    def _begin(self) -> Cursor | None:
-        begin = perf_counter()
+    def _begin(self, begin: float) -> Cursor | None:
         try:
             cursor = self._begin_epoch()
         except StopIteration as error:
             raise not_the_end(error, "the sampler") from error
-        if cursor is None:
-            return None
-        assert cursor.epoch is not None
-        counters = cursor.epoch.shared.counters
-        counters.note_epoch_start(begin)
-        cursor.epoch.fill()
-        counters.count_epoch_start(begin)
+        if cursor is not None:
+            assert cursor.epoch is not None
+            cursor.epoch.shared.counters.note_epoch_start(begin)
         return cursor
 
     # --- to take
@@ -211,7 +215,7 @@ class Batches(Iterator[B], Generic[B]):
             begin: when the consumer came for it.
         """
         if self.epoch is None:
-            cursor = self._begin()
+            cursor = self._begin(begin)
             if cursor is None:
                 return None
             assert self.course is not None
@@ -298,7 +302,7 @@ class SeveralEpochs(Iterator[tuple[int, B]], Generic[B]):
         if self._holds:
             batches.hold()
         pairs = zip(repeat(number), batches, strict=False)
-        cursor = batches.begin()
+        cursor = batches.begin(sends=False)
         left = None if self._left is None else self._left - 1
         # Without a call in between.
         batches.epoch = cursor.epoch

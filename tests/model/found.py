@@ -53,6 +53,7 @@ STEPS: dict[str, Callable[..., Any]] = {
 PRESSED: dict[str, Callable[[Program, list[Break]], Any]] = {
     "iter": lambda program, breaks: program.begin("iter", breaks=breaks[0]),
     "epochs": lambda program, breaks: program.begin("epochs", 2, breaks=breaks[0]),
+    "prefetch": lambda program, breaks: program.begin("prefetched", breaks=breaks[0]),
     "next": lambda program, breaks: program.interrupt(-1, breaks, noted=True),
     "next of the former": lambda program, breaks: program.interrupt(0, breaks),
     "next of both": lambda program, breaks: [
@@ -197,6 +198,8 @@ PRESSES: dict[str, Press] = {
     "prefetch": Press("prefetch 2 2", "next", f"{OURS}/_prefetch.py", 11),
     "what is read again": Press("iter; take 2; resize 3", "next", SHARD_FEEDS, 7),
     "an error of the sampler": Press("iter; take 3", "next", ERRORS),
+    "an error of the sampler, as epochs begin": Press("", "epochs", ERRORS),
+    "an error of the sampler, as prefetch begins": Press("", "prefetch", ERRORS),
     "alarms, in what the package calls": Press("iter", "next", COLLECTIONS, 1, "an alarm"),
     "alarms, where Ctrl-C is held": Press(
         "iter; iter; take 1 0; take 1 1",

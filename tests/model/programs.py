@@ -542,7 +542,7 @@ class Program:
     def can_skip(self) -> bool:
         """Whether it is known which batches are next, and none was taken ahead of the consumer."""
         known = not self.what.stream and self.what.bad is None and self.model.ordered
-        return known and not any(how == "prefetched" for _, _, how in self.runs)
+        return known and not any(how.startswith("prefetched") for _, _, how in self.runs)
 
     def plan(self, epoch: int, passes: int, chain: Chain) -> list[tuple[Any, str]]:
         at = At(epoch, passes, chain, self.shards, self.loader.seed)
@@ -650,7 +650,10 @@ class Program:
         """
         with self.step(f"begin {how}, epochs={epochs}, depth={depth}, {breaks}"):
             batches: Any = self.iterator(breaks) if how == "iter" else self.loader.epochs(epochs)
-            if how == "prefetched":
+            if how == "prefetched" and epochs == 1:
+                how = "prefetched loader"  # whose epoch begins with the first next
+                batches = self.loader
+            if how.startswith("prefetched"):
                 batches = prefetch(batches, same, depth)
             self.disturbed |= bool(self.runs)  # several iterators may have a stream read again
             run = self.model.begin(1 if how == "iter" else epochs)
@@ -700,7 +703,7 @@ class Program:
             assert fitting, f"{outcome}, which is not to come"
             self.model.give(run, None, fitting[0], "fails", None)
             return
-        if how != "iter":
+        if how in ("epochs", "prefetched"):
             epoch, outcome = outcome
         first, draw = outcome
         if first == "replaced":
@@ -711,7 +714,7 @@ class Program:
 
     def drop(self, which: int) -> None:
         batches, _, how = self.runs.pop(which)
-        if how == "prefetched":
+        if how.startswith("prefetched"):
             batches.close()
 
     def finish(self, which: int) -> None:
@@ -824,7 +827,9 @@ class Program:
     def _loaded(self, which: int, breaks: Break | None = None) -> None:
         state, place = self.states[which]
         self.went_on = self.disturbed = True
-        self.former = self.runs[-1][0] if self.runs and self.runs[-1][2] != "prefetched" else None
+        self.former = None
+        if self.runs and not self.runs[-1][2].startswith("prefetched"):
+            self.former = self.runs[-1][0]
         while self.runs:
             self.drop(-1)
         load = partial(self.loader.load_state_dict, copy.deepcopy(state))
@@ -980,7 +985,7 @@ class Program:
                 except RAISED as error:
                     given = error
                 # What prefetch has ready was made before.
-                assert how == "prefetched", f"a closed loader has given {given}"
+                assert how.startswith("prefetched"), f"a closed loader has given {given}"
             self.restart()
 
     def close_meanwhile(self, which: int) -> None:
