@@ -540,7 +540,9 @@ def test_a_worker_that_cannot_load_the_stream():
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_an_end_that_two_tasks_tell_of(order):
     """Whichever worker was quicker: it is behind what there is, and so is the state."""
-    feed = ShardFeed(shard=0, total=1, epoch=0, position=LanePosition(), follows=None)
+    feed = ShardFeed(
+        shard=0, total=1, epoch=0, position=LanePosition(), pass_number=0, follows=None
+    )
     tasks = [Task(first=n, items=[0], source_state=NO_SOURCE_STATE) for n in range(2)]
     feed.next = 2
     lane = SimpleNamespace(tasks=deque(tasks))

@@ -38,7 +38,7 @@ from minloader._memory import forks
 from minloader._pools.base import Pool
 from minloader._pools.interrupts import Interrupts
 from minloader._pools.ticket import Bell
-from minloader._sampling.reader import SourceState
+from minloader._sampling.reader import SourceState, pass_numbers
 from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Failure
 
@@ -118,6 +118,7 @@ class Epoch:
         self._is_held = False  # whether somebody takes batches ahead of the consumer
         self._compares = False  # whether batches of shards are to be compared yet
         self.failures = Failures(shared, start)
+        self.lanes: list[Lane] = []
         self.begin_at(start, (), follows)
         if self.is_stream and len(self.lanes) > 1:
             from minloader._diagnosis.shard_watch import ShardWatch  # other epochs have none
@@ -136,8 +137,10 @@ class Epoch:
             feed: SamplerFeed | ShardFeed
             if self.is_stream:
                 former = follows[number] if follows else None
+                # A copy of the stream that is begun again must know that it is in the same pass.
+                again = self.lanes[number].feed.pass_number if self.lanes else next(pass_numbers)
                 passes = self.shared.group.passes
-                feed = ShardFeed(number, total, self.number, start, former, passes)
+                feed = ShardFeed(number, total, self.number, start, again, former, passes)
             else:
                 feed = SamplerFeed(self._source, self.number, start, length=position.length)
             call = self._interrupts.let_through

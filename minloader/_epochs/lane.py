@@ -138,7 +138,13 @@ class Lane:
     def is_over(self) -> bool:
         """Whether all that there is was delivered."""
         feed = self.feed
-        return feed.is_ended and feed.error is None and not self.tasks and not self._is_within_task
+        has_more = self._has_tasks or self._is_within_task
+        return feed.is_ended and feed.error is None and not has_more
+
+    @property
+    def _has_tasks(self) -> bool:
+        """Whether there are tasks to come, or the items of one were drawn, and Ctrl-C came."""
+        return bool(self.tasks) or self._drawn is not None
 
     @property
     def _is_within_task(self) -> bool:
@@ -327,7 +333,7 @@ class Lane:
         """Return what comes next. If it is a batch, the current task has it."""
         if self._is_within_task or self._next_task():
             return Coming.BATCH
-        if self.tasks:
+        if self._has_tasks:
             return Coming.LATER
         if self.feed.error is not None:
             return Coming.ERROR

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
-from minloader._sampling.reader import Check, SourceState, pass_numbers
+from minloader._sampling.reader import Check, SourceState
 from minloader._worker.messages import Failure, Reply, Shard
 from minloader._worker.stream_worker import READING, READING_ON
 
@@ -40,12 +40,13 @@ class ShardFeed:
         total: number of shards.
         epoch: number of the epoch.
         position: where it begins.
-        follows: number of the pass that was read to its end before, so that whoever has done that
+        pass_number: of this pass over the shard, which tells it from others in the same epoch.
+        follows: that of the pass that was read to its end before, so that whoever has done that
             goes on with the same copy of the stream. None: there is none.
         passes: returns the numbers of those of the loader that may still be read on.
 
     Attributes:
-        pass_number: of this pass over the shard, which tells it from others in the same epoch.
+        pass_number: likewise.
         next: ordinal of the next batch to ask for.
         known: the newest state of the shard that came back; at its end, from there.
         check: what the batch before that state is recognized by.
@@ -65,10 +66,11 @@ class ShardFeed:
         total: int,
         epoch: int,
         position: LanePosition,
+        pass_number: int,
         follows: int | None,
         passes: Callable[[], Iterable[int]] = list,
     ) -> None:
-        self.pass_number = next(pass_numbers)
+        self.pass_number = pass_number
         self.shard = shard
         self.total = total
         self.epoch = epoch

@@ -127,6 +127,15 @@ def said_by(part: Any) -> dict[str, Any] | None:
     return None if number is None and state is None else {"epoch": number, "state": state}
 
 
+def _is_within_epoch(part: Any) -> bool:
+    """Return whether it is a sampler of ours that was read, not to its end: it begins anew next.
+
+    So it is where Ctrl-C comes as an epoch begins, whose first item was drawn by then.
+    """
+    run = part._run if isinstance(part, Sampler) else None
+    return run is not None and run.touched and not run.ended
+
+
 class Order:
     """What a sampler of torch's kind yields, as a sampler for :class:`minloader.Loader`.
 
@@ -208,9 +217,12 @@ class Order:
         """Return what each sampler, or the stream, says of where it is."""
         if self._stream is not None:  # its states are those of its shards
             return [{"epoch": number_of(self._stream), "state": None}]
-        said = [said_by(each) for each in with_inner(self.sampler)]
-        if self._is_left:  # their states would lead to where they were left
-            return [each and each | {"state": None} for each in said]
+        said = []
+        for each in with_inner(self.sampler):
+            known = said_by(each)
+            if known and (self._is_left or _is_within_epoch(each)):
+                known["state"] = None  # it would lead to where it was left
+            said.append(known)
         return said
 
     def check(self, start: Start) -> None:

@@ -18,9 +18,8 @@ QUICK = ["shuffle", "own generator", "told with state", "rolling", "stream with 
 """Kinds of samplers and streams that are interrupted in any case."""
 
 
-TORN = ["ours over torch's", "ours over ours over torch's"]
-"""Here, where what comes finds a batch on its way out of a sampler of ours, a state that is taken
-before the next ``next`` is refused when it is loaded. So these are not pressed at each place."""
+OVER_TORCHS = ["ours over torch's", "ours over ours over torch's"]
+"""Samplers of ours that are drawn from as the epoch begins, and are begun anew after Ctrl-C."""
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -33,8 +32,13 @@ def test_found(name, kinds, num_workers):
 @pytest.mark.parametrize("name", PRESSED)
 @variants(
     ("kinds", "stride"),
-    [(QUICK, 307), (QUICK, 61), ([kind for kind in KINDS if kind not in QUICK + TORN], 193)],
-    ids=["some", "at more places", "others"],
+    [
+        (QUICK, 307),
+        (QUICK, 61),
+        ([kind for kind in KINDS if kind not in QUICK], 193),
+        (OVER_TORCHS, 19),
+    ],
+    ids=["some", "at more places", "others", "over torch's"],
 )
 @variants("comes", ["Ctrl-C", "an alarm", "Ctrl-C twice"], 2)
 def test_what_comes_at_each_place_of_next(name, comes, kinds, stride):
