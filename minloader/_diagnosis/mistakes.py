@@ -9,7 +9,7 @@ from typing import Any
 from minloader._formats import brief_repr
 from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
-from minloader._sampling.ranks import is_of_ranks, ranks_as_text, with_inner
+from minloader._sampling.ranks import ranks_as_text, with_inner
 
 OTHER_NAMES = {
     "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
@@ -95,10 +95,11 @@ def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) 
             f"{ordinal}"
         )
     ranks = ranks_as_text(sampler)
-    if ranks is not None or is_of_ranks(former):
+    was_of_ranks = " ranks" in former
+    if ranks is not None or was_of_ranks:
         return ValueError(
             f"the state does not fit: the sampler deals the epoch out to {ranks or '1 rank'}, but "
-            f"the state was taken with {former if is_of_ranks(former) else '1 rank'}; have as many "
+            f"the state was taken with {former if was_of_ranks else '1 rank'}; have as many "
             "ranks, and the seed, that there were then, or begin the epoch anew"
         )
     return ValueError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from minloader import _protocols as protocols
@@ -28,6 +29,7 @@ from minloader._epochs.position import (
     from_state,
     to_state,
 )
+from minloader._errors import not_the_end
 from minloader._formats import brief_repr
 from minloader._memory.pickling import pack
 from minloader._pools.interrupts import Interrupts, interrupts_held
@@ -87,12 +89,6 @@ class Course:
         if cursor.start is not None:
             return cursor.start.epoch
         return 0 if cursor.epoch is None else cursor.epoch.number + 1
-
-    @property
-    def would_abandon(self) -> bool:
-        """Whether the consumer leaves an epoch if the next one begins now."""
-        epoch = self.cursor.epoch
-        return epoch is not None and not epoch.is_over
 
     def set_number(self, number: int) -> None:
         """Set the number of the next epoch."""
@@ -197,6 +193,7 @@ class Course:
         Returns:
             Where the loader is then. Who has the iterator is to note it, at once.
         """
+        begin = perf_counter()
         shared = self.shared
         shared.check_open()
         shared.group.tidy()
@@ -205,8 +202,12 @@ class Course:
         epoch = Epoch(shared, self.source, self._begins_at(), interrupts, follows)
         for lane in epoch.lanes:
             if isinstance(lane.feed, SamplerFeed):
-                interrupts.let_through(lane.feed.open)
+                try:
+                    interrupts.let_through(lane.feed.open)
+                except StopIteration as error:
+                    raise not_the_end(error, "the sampler") from error
         shared.group.epochs.add(epoch)
+        shared.counters.note_epoch_start(begin)
         self._has_begun = True
         return Cursor(epoch=epoch)
 

@@ -86,6 +86,7 @@ class Epoch:
         number: of the epoch.
         is_stream: whether it is of a stream.
         lanes: one of a sampler, or one for each shard.
+        is_held: whether somebody takes batches ahead of the consumer.
         held: what was delivered to a wrapper, such as ``prefetch``, and not yet to the consumer.
         has_given: whether it has given a batch, or begins behind one; also once an error has said
             that it gave none.
@@ -115,7 +116,7 @@ class Epoch:
         self._interrupts = interrupts
         self._bell = Bell()
         self._shard_watch: ShardWatch | None = None
-        self._is_held = False  # whether somebody takes batches ahead of the consumer
+        self.is_held = False
         self._compares = False  # whether batches of shards are to be compared yet
         self.failures = Failures(shared, start)
         self.lanes: list[Lane] = []
@@ -228,7 +229,7 @@ class Epoch:
                 "skip is refused while a batch is taken, whose place is still open: "
                 "on_error may return minloader.SKIP for it; skip others in the loop"
             )
-        if self._is_held:
+        if self.is_held:
             raise RuntimeError(
                 "skip is refused while prefetch, or pin_memory, takes batches ahead of "
                 "you: call it before that begins, or after "
@@ -281,11 +282,10 @@ class Epoch:
         lane = lanes[0] if len(lanes) == 1 else min(lanes, key=TURN)
         return lane, lane.at_hand()
 
-    def take(self, *, holds: bool, is_plain: bool) -> Commit | None:
+    def take(self, *, is_plain: bool) -> Commit | None:
         """Return what is to be stored when the next batch is delivered; None at the end.
 
         Args:
-            holds: whether it is delivered to somebody ahead of the consumer.
             is_plain: whether nothing is done with it but to hand it over. If it is at hand then,
                 that is all that is returned.
 
@@ -301,23 +301,22 @@ class Epoch:
         if self._interrupts.is_unsure:
             self._begin_again()
         self._interrupts.is_unsure = True
-        self._is_held = holds
         while True:
             lane, coming = self._next()
             if coming is Coming.END:
                 delivery = self._last_error()
                 if delivery is None:
                     return None
-                return self._commit(lane, delivery, holds=holds, is_last=True)
+                return self._commit(lane, delivery, is_last=True)
             if coming is Coming.ERROR:
                 delivery = self._no_batch(lane, lane.feed.error)
-                return self._commit(lane, delivery, holds=holds)
+                return self._commit(lane, delivery)
             may_be_at_hand = is_plain and not self._compares
             if may_be_at_hand and lane is min(self._open, key=TURN) and lane.is_at_hand():
                 return AT_HAND  # type: ignore[no-any-return]
             delivery = self._delivery(lane)
             if delivery.error is not None or delivery.outcome is not SKIP:
-                return self._commit(lane, delivery, holds=holds)
+                return self._commit(lane, delivery)
             delivered, ahead = deliver(lane.delivered, lane.ahead, delivery.ordinal)
             self.shared.counters.skipped += 1
             self.left_out += delivery.has_failed
@@ -343,9 +342,7 @@ class Epoch:
         )
         return self._no_batch(self.lanes[0], BatchError(text, epoch=self.number))
 
-    def _commit(
-        self, lane: Lane, delivery: Delivery, *, holds: bool, is_last: bool = False
-    ) -> Commit:
+    def _commit(self, lane: Lane, delivery: Delivery, *, is_last: bool = False) -> Commit:
         feed = lane.feed
         reply = delivery.task.reply
         is_batch = delivery.ordinal >= 0
@@ -362,7 +359,7 @@ class Epoch:
             ahead=ahead,
             source_state=source_state,
             next_error=feed.error if is_batch else None,
-            held=(*self.held, delivery) if holds else self.held,
+            held=(*self.held, delivery) if self.is_held else self.held,
             has_given=self.has_given or is_last or delivery.error is None,
             outcomes=reply.outcomes if is_batch and reply is not None else [None],
             n=delivery.ordinal - delivery.task.first if is_batch else 0,

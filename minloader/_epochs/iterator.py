@@ -30,7 +30,6 @@ from minloader._arguments import refuse_copies
 from minloader._epochs.course import Course, Cursor
 from minloader._epochs.epoch import AT_HAND, Commit, Epoch
 from minloader._epochs.lane import MISSING
-from minloader._errors import not_the_end
 from minloader._memory import forks
 from minloader._pools.interrupts import Interrupts
 from minloader._protocols import B
@@ -181,7 +180,7 @@ class Batches(Iterator[B], Generic[B]):
         self.interrupts.is_on = True
         try:
             with self.interrupts:
-                cursor = self._begin(begin)
+                cursor = self._begin()
                 assert cursor is not None
                 assert cursor.epoch is not None
                 if sends:
@@ -191,20 +190,10 @@ class Batches(Iterator[B], Generic[B]):
             self.interrupts.is_on = False
         return cursor
 
-    def _begin_epoch(self) -> Cursor | None:
+    def _begin(self) -> Cursor | None:
         """Begin the epoch; return None if there is none."""
         assert self.course is not None
         return self.course.begin(self.interrupts)
-
-    def _begin(self, begin: float) -> Cursor | None:
-        try:
-            cursor = self._begin_epoch()
-        except StopIteration as error:
-            raise not_the_end(error, "the sampler") from error
-        if cursor is not None:
-            assert cursor.epoch is not None
-            cursor.epoch.shared.counters.note_epoch_start(begin)
-        return cursor
 
     # --- to take
 
@@ -215,7 +204,7 @@ class Batches(Iterator[B], Generic[B]):
             begin: when the consumer came for it.
         """
         if self.epoch is None:
-            cursor = self._begin(begin)
+            cursor = self._begin()
             if cursor is None:
                 return None
             assert self.course is not None
@@ -229,7 +218,8 @@ class Batches(Iterator[B], Generic[B]):
             self._check_process(epoch)
         counters = epoch.shared.counters
         counters.come(begin)
-        commit = epoch.take(holds=self.holds, is_plain=self.is_plain)
+        epoch.is_held = self.holds
+        commit = epoch.take(is_plain=self.is_plain)
         if commit is not AT_HAND:
             counters.leave(begin, working=commit is not None)
         return commit

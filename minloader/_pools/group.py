@@ -122,23 +122,6 @@ class PoolGroup:
             self._count_workers(former)
             raise
 
-    def send_job_again(self) -> None:
-        """Have the next tasks go to new workers, which get the job as it is now.
-
-        Forked ones get it as it is when they are forked. Only while no task is under way.
-
-        Raises:
-            TypeError: it can no longer be sent; the workers are the former ones then.
-        """
-        former = self.sent
-        sent = self.send_job()
-        for pool in self.pools:
-            assert isinstance(pool, ProcessPool)
-            pool.job = sent
-            pool.replace_workers()
-        if former is not None:
-            former.close()
-
     def reseed(self, seed: int) -> None:
         """Change the seed; workers that were told the former one leave."""
         former = self.seed

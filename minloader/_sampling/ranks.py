@@ -102,11 +102,6 @@ def ranks_as_text(sampler: Any) -> str | None:
     return f"{dealer.ranks} ranks" if seed is None else f"{dealer.ranks} ranks, seed {seed}"
 
 
-def is_of_ranks(text: str) -> bool:
-    """Return whether a text is of :func:`ranks_as_text`, and not the digest of an item."""
-    return " ranks" in text
-
-
 def rank_of_stream(stream: Any) -> int:
     """Return the rank that a stream is read for: its own, or else that of the process."""
     found = _with_parts(stream, _inner_streams)

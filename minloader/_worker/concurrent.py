@@ -35,7 +35,7 @@ from minloader._formats import brief_repr
 from minloader._memory import forks
 from minloader._protocols import has_getitem
 from minloader._worker.current import get_worker_info
-from minloader._worker.messages import WorkerInfo, current_info, info_of_sample
+from minloader._worker.messages import WorkerInfo, current_info
 
 Futures = list["Future[Any]"]
 Reads = list[tuple[Any, WorkerInfo | None]]
@@ -48,6 +48,13 @@ CLOSE_SECONDS = 0.3
 EXIT_PRIORITY = 120
 """Priority at the exit of a process: before what a worker has started is killed (``start.py``),
 since the dataset may need that to close what it has open."""
+
+
+def _info_of_sample(info: WorkerInfo, index: Any) -> WorkerInfo:
+    """Return what holds for one sample of a batch, which may be made beside others."""
+    sample_info = replace(info)
+    sample_info._current = info._current.of_sample(index)
+    return sample_info
 
 
 class concurrent:  # noqa: N801  # used as a function
@@ -131,7 +138,7 @@ class concurrent:  # noqa: N801  # used as a function
                     current_info.set(before)
             read = self._read
         futures: Futures = [Future() for _ in indices]
-        read(futures, [(each, info and info_of_sample(info, each)) for each in indices])
+        read(futures, [(each, info and _info_of_sample(info, each)) for each in indices])
         return futures
 
     def begin_fork(self) -> None:

@@ -449,13 +449,6 @@ def pass_by(info: WorkerInfo, number: int) -> tuple[int, ...]:
     return info.seed, info.epoch, batch.ordinal, info.rank, *batch.key
 
 
-def info_of_sample(info: WorkerInfo, index: Any) -> WorkerInfo:
-    """Return what holds for one sample of a batch, which may be made beside others."""
-    sample_info = replace(info)
-    sample_info._current = info._current.of_sample(index)
-    return sample_info
-
-
 current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)
 """The WorkerInfo of the batch that this thread, or this coroutine, is making."""
 

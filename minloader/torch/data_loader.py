@@ -41,6 +41,7 @@ from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._pools.interrupts import interrupts_held
+from minloader._pools.processes import ProcessPool
 from minloader._prefetch import Prefetch
 from minloader._protocols import has_epochs, is_read_once
 from minloader._sampling.ranks import dealer_of, with_inner
@@ -96,7 +97,8 @@ class _Loader(Loader[Any]):
     @property
     def would_abandon(self) -> bool:
         """Whether the consumer leaves an epoch if the next one begins now."""
-        return self._course.would_abandon
+        epoch = self._course.cursor.epoch
+        return epoch is not None and not epoch.is_over
 
     @property
     def is_resumed(self) -> bool:
@@ -178,12 +180,20 @@ class _Loader(Loader[Any]):
     def renew_workers(self) -> None:
         """Have the next tasks go to new workers, which get the dataset as it is now.
 
-        Only while it is idle.
+        Forked ones get it as it is when they are forked. Only while it is idle.
 
         Raises:
             TypeError: what the workers need cannot be sent to them; they are the former ones then.
         """
-        self._shared.group.send_job_again()
+        group = self._shared.group
+        former = group.sent
+        sent = group.send_job()
+        for pool in group.pools:
+            assert isinstance(pool, ProcessPool)
+            pool.job = sent
+            pool.replace_workers()
+        if former is not None:
+            former.close()
 
 
 class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
@@ -462,7 +472,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 warnings.warn(
                     f"a state of epoch {loaded} was loaded, but then the sampler was set to epoch "
                     f"{epoch}, which begins anew; call set_epoch({loaded}) to resume",
-                    stacklevel=10,
+                    stacklevel=9,
                 )
             number = self._number + epoch - loaded
             self._loader.set_epoch(number if number >= 0 else self._number + 1)
@@ -815,7 +825,7 @@ class EpochBatches(Batches[T], _TorchIterator):  # type: ignore[misc]
     def __reduce__(self) -> NoReturn:
         _refuse_copies(self)
 
-    def _begin_epoch(self) -> Cursor | None:
+    def _begin(self) -> Cursor | None:
         return self.held.begin(self)
 
     def state_dict(self) -> dict[str, Any]:
