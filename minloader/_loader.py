@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 from minloader import _arguments as arguments
 from minloader import _protocols as protocols
 from minloader._arguments import checked_int
-from minloader._epochs.counters import Counters, EventFile
+from minloader._epochs.counters import Counters
 from minloader._epochs.course import Course
 from minloader._epochs.iterator import Batches, SeveralEpochs
 from minloader._epochs.options import OnError, Options, Shared
@@ -234,11 +234,12 @@ class Loader(Generic[B]):
         self._course = Course(self._shared, self.sampler, is_own=sampler is None)
         self._end = self._finalizer(self._shared.counters)
         if trace is not None:
+            from minloader._diagnosis.trace import Trace
             from minloader._worker.processor_time import ProcessorTime  # as the doctor has
 
             group.plugins.append(ProcessorTime())
             try:
-                self._shared.counters.file = _open_trace(trace)
+                self._shared.counters.file = Trace(trace)
             except BaseException:
                 self.close()
                 raise
@@ -507,13 +508,6 @@ def _look_at_shards(num_workers: int, shards: int) -> None:
         from minloader._diagnosis.shard_watch import report_idle_workers
 
         report_idle_workers(num_workers, shards)
-
-
-def _open_trace(path: str | os.PathLike[str]) -> EventFile:
-    """Open a file for the timeline. Few write one: what does so is imported here."""
-    from minloader._diagnosis.trace import Trace
-
-    return Trace(path)
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:

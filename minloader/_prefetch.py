@@ -33,7 +33,7 @@ from minloader._errors import breaks_in, not_the_end, without_frames
 from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._memory import forks
-from minloader._pools.interrupts import Interrupts
+from minloader._pools.interrupts import Interrupts, interrupts_held
 from minloader._protocols import B, is_iterable
 
 A = TypeVar("A")
@@ -383,7 +383,8 @@ class Prefetch(Iterator[B], Generic[B]):
             self._end = weakref.finalize(self, _end, self._tasks, thread)
             self._thread = thread
         if self._thread.ident is None:
-            self._thread.start()
+            with interrupts_held():
+                self._thread.start()
 
     def _end_thread(self) -> None:
         if self._end is not None:

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -31,6 +32,9 @@ SHARD_FEEDS = f"{OURS}/_epochs/shard_feed.py"
 
 COLLECTIONS = os.path.dirname(collections.__file__)
 """What the package calls, too."""
+
+THREADS = threading.__file__
+"""What starts threads."""
 
 ERRORS = f"{OURS}/_errors.py"
 """What is asked what an error is."""
@@ -129,8 +133,10 @@ def interrupted(
     left, in_tests, came_at = step, False, ""
     where = calls if raises is Boom else places
 
-    def count(frame: FrameType, event: str, arg: Any) -> Any:
+    def count(frame: Any, event: Any, arg: Any = None) -> Any:
         nonlocal left, in_tests, came_at
+        if frame == signal.SIGALRM:  # it was held, and is let through
+            raise raises
         if event == "opcode" and left >= 0 and frame.f_lasti in where(frame.f_code):
             if left > 0:
                 left -= 1
@@ -139,9 +145,11 @@ def interrupted(
                 in_tests = _is_in_tests(frame)
                 came_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
-                if raises is not KeyboardInterrupt:
+                if raises is Boom or signal.getsignal(signal.SIGALRM) is rings:
                     raise raises
-                signal.raise_signal(signal.SIGINT)  # which code may hold off, for a while
+                # Which code may hold off, for a while.
+                is_press = raises is KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT if is_press else signal.SIGALRM)
         return count
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
@@ -153,7 +161,8 @@ def interrupted(
         return count
 
     was_interrupted, value = False, None
-    rings = signal.signal(signal.SIGALRM, count)  # called from there it would be in the traceback
+    rings = count if raises is not KeyboardInterrupt else None
+    before = signal.signal(signal.SIGALRM, count)  # called from there it is in the traceback
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told
     with warnings.catch_warnings():
@@ -166,7 +175,7 @@ def interrupted(
             was_interrupted = True
         finally:
             sys.settrace(former)
-            signal.signal(signal.SIGALRM, rings)
+            signal.signal(signal.SIGALRM, before)
             passed, left = left, -1  # 3.15 asks the same function where a generator goes on
     return Outcome(passed, was_interrupted, value, in_tests, came_at)
 

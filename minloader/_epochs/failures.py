@@ -21,7 +21,7 @@ from minloader._errors import (
     WorkerDied,
     breaks_in,
 )
-from minloader._formats import ADVICE, brief_repr, format_bytes
+from minloader._formats import ADVICE, brief_repr
 from minloader._memory import pickling
 from minloader._pools.ticket import Death
 from minloader._worker.messages import Failure, Reply
@@ -233,21 +233,4 @@ def death_error(death: Death, batch: BatchLabel, tries: int) -> BatchError:
         f"{batch}, took longer than timeout allows{times}; worker {death.worker} (pid {death.pid}) "
         f"was at\n{stack}",
         stack=death.stack,
-    )
-
-
-def too_large(reply: Reply, limit: int, place: str) -> str:
-    """Say why a worker is replaced.
-
-    Args:
-        reply: what it sent.
-        limit: bytes that it may have.
-        place: the batch that it made last.
-    """
-    usage = reply.figures.usage
-    at_start = usage.memory_at_start
-    began = f" (it began with {format_bytes(at_start)})" if at_start else ""
-    return (
-        f"worker {reply.worker} (pid {reply.pid}) takes more than worker_memory_limit={limit}: it "
-        f"has {format_bytes(usage.memory)} for itself{began} since {place}"
     )

@@ -25,7 +25,6 @@ from enum import Enum
 from typing import Any, Final
 
 from minloader._epochs import lost
-from minloader._epochs.failures import too_large
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
 from minloader._epochs.position import LanePosition, take_back
@@ -429,6 +428,8 @@ class Lane:
         counters.note_memory(reply, self.feed.epoch, last, task.item(made - 1))
         limit = shared.job.options.memory_limit
         if limit is not None and memory > limit:
+            from minloader._diagnosis.memory_limit import too_large  # of few workers
+
             where = f"batch {last} of epoch {self.feed.epoch}"
             self.pool.renew(reply.pid, too_large(reply, limit, where))
 

@@ -1,5 +1,7 @@
 """Ctrl-C is held while an iterator works, and let through where that is safe.
 
+Within the start of a thread, or of a process, other signals are held, too.
+
 That one module does all of this is trio's idea.
 """
 
@@ -8,11 +10,12 @@ from __future__ import annotations
 # The functions of signal make enums of what they get, which takes longer than they.
 import _signal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import get_ident, main_thread
 from typing import Any
 
 from minloader._memory import forks
+from minloader._worker.lifetimes import handled_signals
 
 _SIGINT = int(_signal.SIGINT)
 
@@ -32,12 +35,16 @@ class Interrupts:
     To block the signal does not do: another thread may take it, and Python raises in the main
     thread all the same.
 
+    Args:
+        number: of the signal that is held.
+
     Attributes:
         is_on: whether the function with the block runs. That function sets it, without a call.
         is_unsure: whether what follows from the position is to be made again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = _SIGINT) -> None:
+        self._number = number
         self.is_on = False
         self.is_unsure = False
         self._former: Any = None  # the handler whose place this has taken
@@ -45,7 +52,7 @@ class Interrupts:
         self._passed: BaseException | None = None
 
     def __enter__(self) -> None:
-        former = _signal.getsignal(_SIGINT)
+        former = _signal.getsignal(self._number)
         holder = getattr(former, "__self__", None)
         if isinstance(holder, Interrupts):
             if holder.is_on:
@@ -53,7 +60,7 @@ class Interrupts:
             former = holder._former  # an exception has come there before the handler was put back
         if callable(former) and get_ident() == main_thread().ident:
             self._former = former
-            _signal.signal(_SIGINT, self._note)
+            _signal.signal(self._number, self._note)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self.is_unsure = error is not None and error is not self._passed
@@ -80,8 +87,9 @@ class Interrupts:
         former = self._former
         if former is None:
             return
-        if _signal.getsignal(_SIGINT) == self._note:  # else the user has set another one meanwhile
-            _signal.signal(_SIGINT, former)
+        # Else the user has set another one meanwhile.
+        if _signal.getsignal(self._number) == self._note:
+            _signal.signal(self._number, former)
         # Only now: the line above calls handlers that are due, before it sets the other one.
         held = self._held
         self._former = None
@@ -96,33 +104,38 @@ class Interrupts:
             return
         # The block was left by an exception that came before the handler was put back.
         if former is not None:
-            _signal.signal(_SIGINT, former)
+            _signal.signal(self._number, former)
             self._former = None
             former(*args)
 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C until the block is over.
+    """Hold Ctrl-C until the block is over, and each other signal with a handler in Python.
 
-    In the middle of a start it would leave a child that nobody knows, or a descriptor.
+    In the middle of a start one of them would leave a child that nobody knows, or a descriptor; in
+    that of a thread, a lock of the standard library's, for which the thread would wait for ever.
     """
-    interrupts = Interrupts()
-    interrupts.is_on = True
+    held = list(map(Interrupts, handled_signals()))
     try:
-        with interrupts:
+        with ExitStack() as stack:
+            for each in held:
+                each.is_on = True
+                stack.enter_context(each)
             yield
     finally:
-        interrupts.is_on = False
+        for each in held:
+            each.is_on = False
 
 
 def _let_interrupts_through() -> None:
-    """Give a fork the handler that its parent has outside of the block, of which it sees no end."""
-    former = handler = _signal.getsignal(_SIGINT)
-    while isinstance(getattr(former, "__self__", None), Interrupts):
-        former = former.__self__._former  # one block may be within another
-    if former is not handler:
-        _signal.signal(_SIGINT, former)
+    """Give a fork the handlers that its parent has outside of blocks, whose end it never sees."""
+    for number in handled_signals():
+        former = handler = _signal.getsignal(number)
+        while isinstance(getattr(former, "__self__", None), Interrupts):
+            former = former.__self__._former  # one block may be within another
+        if former is not handler:
+            _signal.signal(number, former)
 
 
 forks.in_child.append(_let_interrupts_through)
