@@ -170,6 +170,7 @@ class Counters:
 
     def come(self, begin: float) -> None:
         """Note that the consumer came for a batch, at ``begin``."""
+        self.began = self.began or begin
         if self.left_at:
             self.consumer += begin - self.left_at
             self.left_at = 0.0
@@ -185,13 +186,9 @@ class Counters:
         self.wait += now - begin
         self.left_at = now if working else 0.0
 
-    def note_epoch_start(self, begin: float) -> None:
-        """Note that an epoch began at ``begin``: replies may come before it has begun."""
-        if not self.startup:
-            self.began = begin
-
     def count_epoch_start(self, begin: float) -> None:
         """Count the start of an epoch, which took since ``begin``."""
+        self.began = self.began or begin
         self.count_task_wait(begin)
         self.leave(begin, working=False)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from minloader import _protocols as protocols
@@ -193,7 +192,6 @@ class Course:
         Returns:
             Where the loader is then. Who has the iterator is to note it, at once.
         """
-        begin = perf_counter()
         shared = self.shared
         shared.check_open()
         shared.group.tidy()
@@ -207,7 +205,6 @@ class Course:
                 except StopIteration as error:
                     raise not_the_end(error, "the sampler") from error
         shared.group.epochs.add(epoch)
-        shared.counters.note_epoch_start(begin)
         self._has_begun = True
         return Cursor(epoch=epoch)
 
