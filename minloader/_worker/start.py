@@ -27,6 +27,7 @@ from minloader._formats import refuse_breakpoint
 from minloader._memory.files import unlink
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory
+from minloader._memory.pickling import unpack
 from minloader._worker import current
 from minloader._worker.environment import ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
@@ -185,7 +186,7 @@ def _reloader(address: JobAddress | ForkedJob, job: Job, inherited: Any) -> Call
     written = cache(partial(_written, job.dataset))
     if job.options.is_stream and not getattr(job.dataset, "read_once", False):
         written()
-    return partial(_load_copy, written)
+    return partial(_load_copy, job, written)
 
 
 def _written(dataset: Any) -> JobFile | Exception:
@@ -196,7 +197,7 @@ def _written(dataset: Any) -> JobFile | Exception:
         return error
 
 
-def _load_copy(written: Callable[[], JobFile | Exception]) -> Any:
+def _load_copy(job: Job, written: Callable[[], JobFile | Exception]) -> Any:
     """Return another copy of the dataset of a forked worker.
 
     What processes share by ``multiprocessing``, or in shared memory, is the same in all of them.
@@ -213,7 +214,10 @@ def _load_copy(written: Callable[[], JobFile | Exception]) -> Any:
             "cannot be pickled (of minloader.torch.DataLoader, persistent_workers=False starts "
             "new workers for each epoch)"
         ) from file
-    return file.address.load(inherited=file.inherited)
+    dataset = file.address.load(inherited=file.inherited)
+    if getattr(dataset, "read_once", False) and job.beginning is not None:
+        dataset.load_state_dict(unpack(job.beginning)["dataset"])  # it was pickled when it was read
+    return dataset
 
 
 def refuse_avalanche() -> None:

@@ -8,6 +8,7 @@ from conftest import require, variants
 require("torch")
 
 import torch  # noqa: E402
+from interrupts import OURS  # noqa: E402
 from kinds import same  # noqa: E402
 
 from minloader import Loader  # noqa: E402
@@ -43,6 +44,12 @@ def test_found(name, kinds, num_workers):
 @variants("comes", ["Ctrl-C", "an alarm", "Ctrl-C twice"], 2)
 def test_what_comes_at_each_place_of_next(name, comes, kinds, stride):
     assert max(press(kind, 0, PRESSED[name], stride, comes) for kind in kinds) > 0
+
+
+@variants("kind", ["stream with state", "stream", "stream with state, _epoch"])
+def test_an_alarm_at_each_place_of_next_beside_a_worker(kind):
+    """The stream may be read on by then: its forked worker needs another copy of it."""
+    assert press(kind, 1, "begin 0", 13, "an alarm", f"{OURS}/_epochs") > 0
 
 
 @pytest.mark.slow
