@@ -10,6 +10,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import os
 import traceback
+from collections.abc import Callable
 from concurrent import futures
 from typing import Any, Final
 
@@ -121,10 +122,9 @@ class OriginalTraceback(Exception):
 
 def summary(error: BaseException) -> str:
     """Return the type and the message of an error."""
-    try:
-        return "".join(traceback.format_exception_only(error)).strip()
-    except Exception:  # of a SyntaxError, say, whose line is no string
-        return f"{type(error).__qualname__}: it cannot be printed"
+    text = _formatted(traceback.format_exception_only, error)
+    # None of a SyntaxError, say, whose line is no string.
+    return (text or f"{type(error).__qualname__}: it cannot be printed").strip()
 
 
 def printed(error: BaseException) -> str:
@@ -132,10 +132,18 @@ def printed(error: BaseException) -> str:
     frames = first = error.__traceback__
     while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) in OURS:
         frames = frames.tb_next
+    text = _formatted(traceback.format_exception, type(error), error, frames or first)
+    return text or "".join(traceback.format_tb(frames or first)) + summary(error)
+
+
+def _formatted(function: Callable[..., list[str]], *args: Any) -> str | None:
+    """Return what a function makes of an error; None if that fails, by the error's own code."""
     try:
-        return "".join(traceback.format_exception(type(error), error, frames or first))
-    except Exception:
-        return "".join(traceback.format_tb(frames or first)) + summary(error)
+        return "".join(function(*args))
+    except Exception as failure:
+        if breaks_in(failure):
+            raise
+        return None
 
 
 def breaks_in(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._worker.messages import Reply
 
@@ -47,7 +48,9 @@ def plain(sample: Any) -> Any:
         pass
     try:
         return repr(sample)[:INDEX_KEPT]  # no short one: many paths begin and end alike
-    except Exception:
+    except Exception as error:
+        if breaks_in(error):
+            raise
         return brief_repr(sample)
 
 

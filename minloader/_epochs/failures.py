@@ -215,6 +215,8 @@ def add_note(error: BaseException, note: str) -> None:
     try:
         error.add_note(note)
     except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
+        if breaks_in(refusal):
+            raise
         logger.debug("%s; the error takes no notes (%s)", note, refusal)
 
 
