@@ -28,6 +28,8 @@ from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.trace import Trace
 from minloader._epochs.counters import Counters
 from minloader._epochs.course import Course
+from minloader._epochs.feed import SamplerFeed
+from minloader._epochs.lane import Lane
 from minloader._foreign import worker as foreign
 from minloader._foreign.worker import JobReference
 from minloader._memory import forks, slot_writer, slots
@@ -521,3 +523,47 @@ def test_num_workers_is_set_while_workers_start(monkeypatch):
 
         monkeypatch.setattr(threads, "replace", resized)
         assert list(loader) == list(range(9))
+
+
+@pytest.mark.parametrize("step", ["its turn comes", "it is sent"])
+def test_a_state_is_taken_as_a_task_goes_on(step, monkeypatch):
+    """Another thread must not find it neither where it was, nor where it is."""
+    monkeypatch.setattr("minloader._epochs.feed.STATE_COST", 0)  # each task has another state
+    lanes: list[Lane] = []
+    states: list[Any] = []
+
+    def make() -> Any:
+        sampler = BatchSampler(12, 2, seed=1)
+        return Loader(tuple, sampler, num_workers=1, prefetch_factor=3, executor="thread")
+
+    def prepare() -> None:
+        for each in loaders:
+            each.close()
+        loaders[:] = [make()]
+        batches = iter(loaders[0])
+        next(batches)
+        lane = batches.epoch.lanes[0]
+        assert eventually(lambda: lane.tasks[0].ticket is None or lane.tasks[0].ticket.is_done)
+        lane.receive_all()
+        if step == "it is sent":
+            start = lane.position()
+            lane.tasks.clear()  # then the next one is drawn once more
+            lane.feed = SamplerFeed(loaders[0]._course.source, 0, start)
+            lane._draw_items(lane.feed, 0.0)
+        lanes[:] = [lane]
+
+    def meanwhile() -> None:
+        if step == "it is sent":
+            lanes[0]._draw()
+        else:
+            lanes[0]._begin_with(lanes[0].tasks[0])
+
+    loaders: list[Any] = []
+    assert (
+        at_each_step(Lane, lambda: states.append(loaders[0].state_dict()), meanwhile, prepare) > 9
+    )
+    with make() as loader:
+        right = list(loader)[1:]
+        for state in states:
+            loader.load_state_dict(state)
+            assert list(loader) == right

@@ -161,8 +161,10 @@ class Lane:
         ordinals = [ordinal for _, ordinal in held if ordinal >= 0]
         delivered, ahead = take_back(self.delivered, self.ahead, ordinals)
         known = [task for task, _ in held]
-        known += [task for task in (self.current, self._drawn) if task is not None and task.items]
+        # In the order in which a task goes on, or another thread might see it nowhere.
+        drawn = self._drawn
         known += snapshot(self.tasks)
+        known += [task for task in (drawn, self.current) if task is not None and task.items]
         # What is held and has no items has the place of an error.
         left = [task for task in known if task.stop > delivered or not task.items]
         head = min(left, key=_first, default=None)
