@@ -6,6 +6,7 @@ import importlib
 import itertools
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -567,3 +568,20 @@ def test_a_state_is_taken_as_a_task_goes_on(step, monkeypatch):
         for state in states:
             loader.load_state_dict(state)
             assert list(loader) == right
+
+
+@pytest.mark.parametrize("end", ["in the main thread", "by Ctrl-C"])
+def test_a_thread_takes_batches_where_an_alarm_has_left_ctrl_c_held(end):
+    before = signal.getsignal(signal.SIGINT)
+    with Loader(abs, range(6), executor="thread", num_workers=1) as loader:
+        batches: Any = iter(loader)
+        batches.interrupts.is_on = True
+        batches.interrupts.__enter__()
+        batches.interrupts.is_on = False  # as if it had come within __exit__
+        assert in_threads(lambda: list(batches)) == [[*range(6)]]
+        if end == "by Ctrl-C":
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        else:
+            assert list(batches) == []
+    assert signal.getsignal(signal.SIGINT) is before

@@ -85,7 +85,8 @@ class Interrupts:
 
     def _release(self) -> None:
         former = self._former
-        if former is None:
+        # In another thread it is what an alarm has left here: the main thread puts it back.
+        if former is None or get_ident() != main_thread().ident:
             return
         # Else the user has set another one meanwhile.
         if _signal.getsignal(self._number) == self._note:
