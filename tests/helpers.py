@@ -511,27 +511,6 @@ class Lazily:
         yield from self.values
 
 
-SAMPLERS: dict[str, Any] = {
-    "range": lambda: range(40),
-    "list": lambda: [[n, n + 1] for n in range(40)],
-    "strings": lambda: [f"file {n}" for n in range(40)],
-    "batches": lambda: minloader.BatchSampler(120, 3, shuffle=True),
-    "rolling": lambda: minloader.BatchSampler(119, 3, shuffle=True, last_batch="rollover"),
-    "nested": lambda: minloader.BatchSampler(list(range(200, 320)), 3, shuffle=True, seed=4),
-    "dynamic": lambda: minloader.DynamicBatchSampler(
-        [5] * 120, max_total=15, buckets=2, shuffle=True
-    ),
-    "lazy": lambda: minloader.DynamicBatchSampler(Lazily([5] * 120), max_total=15),
-    "packed": lambda: minloader.PackedBatchSampler(
-        [5] * 240, 15, shuffle=True, rank=1, world_size=2
-    ),
-    "ranked": lambda: minloader.BatchSampler(240, 3, shuffle=True, rank=1, world_size=2),
-    "stateful": lambda: Stateful(range(40)),
-    "self-iterating": lambda: SelfIterating(range(40)),
-}
-"""Samplers of 40 batches in epoch 2, one of each kind."""
-
-
 def once(path: str) -> bool:
     """Whether this is the first call for that path, in whichever process."""
     try:

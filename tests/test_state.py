@@ -54,7 +54,7 @@ from minloader._formats import differences
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
-N = 40  # batches of an epoch of each of SAMPLERS
+N = 40  # batches of an epoch
 
 
 @pytest.fixture(params=["inline", "thread"])

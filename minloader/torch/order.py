@@ -274,6 +274,8 @@ class Order:
         for each, said in reversed(self._parts(start)):
             if said["state"] is not None and is_stateful(each):
                 each.load_state_dict(copy.deepcopy(said["state"]))
+            elif isinstance(each, Sampler):
+                each._forget()  # the epoch before was left, and this one may have ended by now
 
     # --- a sampler for the loader
 

@@ -625,10 +625,10 @@ PRESSED: dict[str, str] = {
 """Programs before a call of ``next`` in which Ctrl-C comes."""
 
 
-def run(kind: str, num_workers: int, steps: str) -> DropIn:
+def run(kind: str, num_workers: int, steps: str, n: int = 9) -> DropIn:
     """Runs a program of so many steps; it is to be closed."""
     torch.manual_seed(1)
-    program = DropIn(kind, 9, num_workers, persistent=False)
+    program = DropIn(kind, n, num_workers, persistent=False)
     with explained(program):
         do(program, steps)
     return program
@@ -658,12 +658,13 @@ def press(
     stride: int,
     comes: str = "Ctrl-C",
     within: Within = OURS,
+    n: int = 9,
 ) -> int:
     """It comes at each so many-th place of ``next``; says how many there are."""
     raises, times = COMES[comes]
     behind = itertools.cycle(range(0, 60, 7))
     for place in itertools.count(0, stride):
-        program = run(kind, num_workers, steps)
+        program = run(kind, num_workers, steps, n)
         with explained(program):
             places = [place, next(behind)][:times]
             reached = program.take(1, [Break(each, raises, within) for each in places])

@@ -52,6 +52,12 @@ def test_an_alarm_at_each_place_of_next_beside_a_worker(kind):
     assert press(kind, 1, "begin 0", 13, "an alarm", f"{OURS}/_epochs") > 0
 
 
+def test_an_alarm_where_the_epoch_before_was_left():
+    """What the sampler had left over then is not there when the epoch is begun again."""
+    steps = "begin 0; finish; begin 1; take 1; leave; begin 2"
+    assert press("rolling", 2, steps, 37, "an alarm", f"{OURS}/_epochs", n=7) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESSED)
 @pytest.mark.parametrize("kind", QUICK)
