@@ -19,7 +19,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from conftest import lacking, printed_by, python, require
+from conftest import lacking, printed_by, python, require, variants
 
 import minloader
 from minloader import (
@@ -102,6 +102,47 @@ def test_the_code_of_a_page_runs(page, tmp_path, for_ray):
     script.write_text("\n".join(program))
     done = python(script, cwd=tmp_path, env=for_ray)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+POLITE = """
+import os
+from minloader import Loader
+import polite
+
+
+class Loaded:
+    def __reduce__(self):
+        return os.nice, (0,)
+
+
+class Priorities:
+    def __init__(self):
+        self.at_load = Loaded()
+
+    def __getitem__(self, index):
+        return self.at_load, os.nice(0)
+
+
+before = os.nice(0)
+with Loader(Priorities(), range(2), num_workers=2, mp_context=polite.PoliteContext()) as loader:
+    at_load, later = map(set, zip(*loader))
+lowered = {min(before + 10, 19)}
+assert later == lowered
+assert at_load == lowered or polite.spawn.get_start_method() == "fork"  # nothing is loaded there
+assert os.nice(0) == before
+"""
+
+
+@variants("method", ["spawn", "fork", "forkserver"])
+def test_workers_of_the_recipe_are_polite_before_they_load_the_dataset(method, tmp_path):
+    (code,) = (
+        code
+        for _, _, code in blocks(ROOT / "docs" / "recipes.md")
+        if "class PoliteProcess(spawn.Process):" in code
+    )
+    module = "\n".join(code).replace('get_context("spawn")', f'get_context("{method}")')
+    (tmp_path / "polite.py").write_text(module)
+    printed_by(POLITE, cwd=tmp_path, options=["-W", "ignore"])
 
 
 @named(TEXTS)
