@@ -124,15 +124,14 @@ class PoolGroup:
 
     def reseed(self, seed: int) -> None:
         """Change the seed; workers that were told the former one leave."""
-        if seed == self.seed:
-            return
-        for pool in self._pools:
-            pool.replace_workers()
-        left = self._former + self._pools
-        # Without a call in between: the pools that are made next are told the seed.
-        self._former = left
-        self._pools = []
+        former = self.seed
         self.seed = seed
+        try:
+            if seed != former:
+                self._make_pools()
+        except BaseException:
+            self.seed = former
+            raise
 
     @property
     def kind(self) -> str:

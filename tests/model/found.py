@@ -203,6 +203,7 @@ PRESSES: dict[str, Press] = {
     "an error of the sampler, as epochs begin": Press("", "epochs", ERRORS),
     "an error of the sampler, as prefetch begins": Press("", "prefetch", ERRORS),
     "alarms, in what the package calls": Press("iter", "next", COLLECTIONS, 1, "an alarm"),
+    "alarms, load": Press("iter; take 2; note; finish", "load", stride=79, comes="an alarm"),
     "alarms, as an error is printed": Press("prefetch 1 2", "loop", ERRORS, 1, "an alarm"),
     "alarms, as threads are started": Press("", "epochs", THREADS, 1, "an alarm"),
     "alarms, where Ctrl-C is held": Press(
