@@ -145,11 +145,12 @@ def interrupted(
                 in_tests = _is_in_tests(frame)
                 came_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 sys.settrace(None)
-                if raises is Boom or signal.getsignal(signal.SIGALRM) is rings:
+                if raises is KeyboardInterrupt:
+                    signal.raise_signal(signal.SIGINT)  # which code may hold off, for a while
+                elif raises is not Boom and signal.getsignal(signal.SIGALRM) is not count:
+                    signal.raise_signal(signal.SIGALRM)  # which is held off just now
+                else:
                     raise raises
-                # Which code may hold off, for a while.
-                is_press = raises is KeyboardInterrupt
-                signal.raise_signal(signal.SIGINT if is_press else signal.SIGALRM)
         return count
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
@@ -161,7 +162,6 @@ def interrupted(
         return count
 
     was_interrupted, value = False, None
-    rings = count if raises is not KeyboardInterrupt else None
     before = signal.signal(signal.SIGALRM, count)  # called from there it is in the traceback
     former = sys.gettrace()
     sys._getframe().f_trace_opcodes = True  # 3.12 looks whether any frame wants to be told

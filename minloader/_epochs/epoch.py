@@ -140,8 +140,9 @@ class Epoch:
                 former = follows[number] if follows else None
                 # A copy of the stream that is begun again must know that it is in the same pass.
                 again = self.lanes[number].feed.pass_number if self.lanes else next(pass_numbers)
-                passes = self.shared.group.passes
-                feed = ShardFeed(number, total, self.number, start, again, former, passes)
+                feed = ShardFeed(
+                    number, total, self.number, start, again, former, self.shared.group.passes
+                )
             else:
                 feed = SamplerFeed(self._source, self.number, start, length=position.length)
             call = self._interrupts.let_through

@@ -17,8 +17,6 @@ from typing import Any
 from minloader._memory import forks
 from minloader._worker.lifetimes import handled_signals
 
-_SIGINT = int(_signal.SIGINT)
-
 
 class Interrupts:
     """Holds Ctrl-C within a block: it comes at the block's end, or where that lets it through.
@@ -43,7 +41,7 @@ class Interrupts:
         is_unsure: whether what follows from the position is to be made again.
     """
 
-    def __init__(self, number: int = _SIGINT) -> None:
+    def __init__(self, number: int = int(_signal.SIGINT)) -> None:
         self._number = number
         self.is_on = False
         self.is_unsure = False

@@ -216,7 +216,7 @@ def _load_copy(job: Job, written: Callable[[], JobFile | Exception]) -> Any:
         ) from file
     dataset = file.address.load(inherited=file.inherited)
     if getattr(dataset, "read_once", False) and job.beginning is not None:
-        dataset.load_state_dict(unpack(job.beginning)["dataset"])  # it was pickled when it was read
+        dataset.load_state_dict(unpack(job.beginning)["dataset"])  # it was read before
     return dataset
 
 
