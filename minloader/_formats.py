@@ -5,6 +5,7 @@ Nothing here fails, whatever it is given.
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -87,3 +88,20 @@ WHOLE_ITEM = (
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     """Say where a debugger can be used; for ``sys.breakpointhook`` in a worker process."""
     raise RuntimeError(f"breakpoint() in a worker: {ADVICE['BdbQuit']}")
+
+
+said: dict[str, object] = {}
+"""Lines of the log that say of themselves that they are said once, and were said."""
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of ours is to come out: one that is said once is so in a program.
+
+    A worker knows of its own lines. They come here once more in the parent, which knows of all.
+    """
+    line = str(record.msg)
+    news = object()
+    return "said once" not in line or said.setdefault(line, news) is news  # in one step
+
+
+logging.getLogger("minloader").addFilter(_is_news)

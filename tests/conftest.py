@@ -27,10 +27,10 @@ import psutil
 import pytest
 
 import minloader
-from minloader import Loader
+from minloader import Loader, _formats
 from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.processors import processors
-from minloader._worker import logs, seeds
+from minloader._worker import seeds
 
 SLOW = pytest.mark.slow
 """What is left out unless it is asked for: variants of what another test shows, and soaks."""
@@ -462,7 +462,7 @@ def turn_given_back() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
     """Each test is a program of its own to the lines of the log that are said once."""
-    logs.said.clear()
+    _formats.said.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -539,7 +539,7 @@ def test_one_that_a_function_of_the_main_module_draws_from_is_told():
         for dataset in (augment, Numbers()):
             with Loader(dataset, range(4), num_workers=1) as loader:
                 assert len(list(loader)) == 4
-            from minloader._worker.logs import said
+            from minloader._formats import said
             said.clear()
         """
     lines = python(program).stderr.splitlines()

@@ -21,7 +21,7 @@ from minloader._memory.limits import NO_FOLDER, has_current_folder
 from minloader._pools.cpython import modules_to_preload
 from minloader._pools.environment import default_environment, hash_seed
 from minloader._pools.interrupts import interrupts_held
-from minloader._worker.logs import LOG_SENDER
+from minloader._pools.worker_plugins import MODULES
 from minloader._worker.start import refuse_avalanche
 
 
@@ -36,7 +36,7 @@ def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -
         seed: of the loader, from which that of hashes follows.
     """
     refuse_avalanche()  # in another loader's server, too
-    needed = {*modules, *imported_by(modules), "minloader._worker.start", LOG_SENDER}
+    needed = {*modules, *imported_by(modules), "minloader._worker.start", *MODULES}
     asked_for = modules_to_preload()
     context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])
     # Have libraries that are loaded there use one thread: a process with threads should not be

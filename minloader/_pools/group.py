@@ -9,7 +9,6 @@ import os
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from multiprocessing.context import BaseContext
 from typing import Any, Protocol
 
@@ -23,7 +22,6 @@ from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
 from minloader._pools.threads import ThreadPool
 from minloader._protocols import snapshot
-from minloader._worker.logs import LOG_SENDER
 from minloader._worker.messages import Job, WorkerInfo
 from minloader._worker.plugins import Plugin
 
@@ -247,7 +245,6 @@ class PoolGroup:
         """Serialize the job, unless workers are forked; look whether they have room here."""
         start_method = self.start_method
         if start_method == "fork":
-            import_module(LOG_SENDER)  # once, and where this process may still read its file
             if self.sent is None:  # it is said once
                 self._look_for_room(0)
             self.sent = ForkedJob(self.job)

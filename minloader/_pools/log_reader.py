@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from minloader._memory import forks
-from minloader._worker.messages import HEAD, PACKET, WorkerWarning
+from minloader._worker.log_sender import HEAD, PACKET, WorkerWarning
 
 logger = logging.getLogger("minloader")
 

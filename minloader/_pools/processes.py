@@ -49,7 +49,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from minloader._errors import WorkerDied
 from minloader._memory import forks
@@ -58,12 +58,10 @@ from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
 from minloader._pools.base import GRACE, close_pools
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
-from minloader._pools.log_reader import LogReader
 from minloader._pools.served import ServedPool, UnderWay
 from minloader._pools.ticket import Bell, Death, Ticket
 from minloader._protocols import snapshot
 from minloader._worker.heartbeat import READY, Heartbeats
-from minloader._worker.library_settings import LibrarySettings
 from minloader._worker.lifetimes import (
     handled_signals,
     kill_group,
@@ -71,7 +69,6 @@ from minloader._worker.lifetimes import (
     kill_trees,
     reap_orphans,
 )
-from minloader._worker.logs import WorkerLogs
 from minloader._worker.messages import TaskMessage
 from minloader._worker.plugins import Plugin
 from minloader._worker.start import (
@@ -81,6 +78,9 @@ from minloader._worker.start import (
     warm_up,
     worker_main,
 )
+
+if TYPE_CHECKING:
+    from minloader._pools.worker_plugins import WorkerPlugins
 
 logger = logging.getLogger("minloader")
 
@@ -284,7 +284,7 @@ class _Executor(Executor):
         self,
         setup: WorkerSetup,
         heartbeats: Heartbeats,
-        logs: LogReader,
+        plugins: WorkerPlugins,
         context: _WorkerContext,
         wake: Callable[[], object],
     ) -> None:
@@ -297,7 +297,7 @@ class _Executor(Executor):
         self._signs: Any = None  # of life, at the last look
         self._still_since = 0.0  # when they were seen first
         self.heartbeats = heartbeats
-        self._logs = logs
+        self._plugins = plugins
         self.leaving = False
         self.under_way = UnderWay()
         self._wake = wake
@@ -343,7 +343,7 @@ class _Executor(Executor):
         """Remove what the workers may have left; the last thing, when they have ended."""
         codes = {worker.exitcode for worker in self.workers}  # of each: to look is to reap
         self.heartbeats.close()
-        self._logs.close(GRACE)
+        self._plugins.close(GRACE)
         killed = [pid for worker in self.workers for pid in worker.killed]
         if self.broken or codes - {0}:  # None: another thread is just reaping it
             killed += kill_marked(TOKEN, self.setup.token)
@@ -492,14 +492,14 @@ class ProcessPool(ServedPool):
     def _new_executor(self) -> _Executor:
         infos = self.infos  # once: the consumer's thread may set num_workers
         heartbeats = Heartbeats(len(infos))
-        logs = LogReader()
+        plugins = self._make_plugins()
         try:
             setup = WorkerSetup(
                 address=self.job.address,
                 heartbeats=heartbeats.path,
                 token=secrets.token_hex(8),
                 infos=infos,
-                plugins=[WorkerLogs.to(logs.sender), self._libraries, *self.plugins],
+                plugins=plugins.sent,
             )
             free = []
             if isinstance(self.job, ForkedJob):
@@ -508,10 +508,10 @@ class ProcessPool(ServedPool):
                 free = locks(self.job.obj)
             context = _WorkerContext(self.context, setup, self.job.inherited, free)
             wake = partial(self._inbox.put, int)
-            return _Executor(setup, heartbeats, logs, context, wake)
+            return _Executor(setup, heartbeats, plugins, context, wake)
         except BaseException as error:  # no descriptors, no semaphores
             heartbeats.close()
-            logs.close(GRACE)
+            plugins.close(GRACE)
             advice = wrong_executable(self.context.get_start_method())
             if isinstance(error, BrokenPipeError) and advice:  # the resource tracker has ended
                 raise RuntimeError(f"workers cannot be started{advice}") from error
@@ -561,7 +561,10 @@ class ProcessPool(ServedPool):
     # --- in the consumer's thread
 
     def prepare(self) -> None:
-        self._libraries = LibrarySettings.of_this_thread()  # or those of the pool's thread
+        from minloader._pools.worker_plugins import plugins_of_this_thread
+
+        # Settings of the pool's own thread would be others.
+        self._make_plugins = plugins_of_this_thread(self.plugins)
         super().prepare()
         if self.context.get_start_method() == "fork":
             # A fork has all as it is now, and while this thread waits here.

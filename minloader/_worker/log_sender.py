@@ -11,9 +11,23 @@ import pickle
 import socket
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-from minloader._worker.messages import PACKET, WorkerWarning
+PACKET = 64 * 1024
+"""Bytes; longer messages are sent in pieces. The system takes at least 200 kB at once, but has to
+find them in one piece of its memory."""
+
+HEAD = 5
+"""Bytes before a piece: four for the pid, and whether the piece is the message's last."""
+
+
+class WorkerWarning(NamedTuple):
+    """A warning of a worker; arguments of ``warnings.warn_explicit``."""
+
+    message: Any
+    category: type[Warning]
+    filename: str
+    line: int
 
 
 class LogSender(logging.Handler):

@@ -14,30 +14,11 @@ import logging
 import socket
 import warnings
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
+from minloader._worker.log_sender import send_logs
 from minloader._worker.messages import WorkerInfo
 from minloader._worker.plugins import Plugin
-
-LOG_SENDER = "minloader._worker.log_sender"
-"""Module that workers alone need; who forks them imports it for them."""
-
-said: dict[str, object] = {}
-"""Lines of our own that say of themselves that they are said once, and were said."""
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of ours is to come out: one that is said once is so in a program.
-
-    A worker knows of its own lines. They come here once more in the parent, which knows of all.
-    """
-    line = str(record.msg)
-    news = object()
-    return "said once" not in line or said.setdefault(line, news) is news  # in one step
-
-
-logging.getLogger("minloader").addFilter(_is_news)
 
 
 @dataclass
@@ -83,7 +64,7 @@ class WorkerLogs(Plugin):
 
     def start(self, info: WorkerInfo) -> None:
         if self.connection is not None:
-            self.sender = import_module(LOG_SENDER).send_logs(self.connection)
+            self.sender = send_logs(self.connection)
             self._set_levels()
 
     def loaded(self) -> None:

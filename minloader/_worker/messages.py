@@ -451,22 +451,3 @@ def pass_by(info: WorkerInfo, number: int) -> tuple[int, ...]:
 
 current_info: ContextVar[WorkerInfo | None] = ContextVar("minloader worker", default=None)
 """The WorkerInfo of the batch that this thread, or this coroutine, is making."""
-
-
-# --- what workers log and warn
-
-PACKET = 64 * 1024
-"""Bytes; longer messages are sent in pieces. The system takes at least 200 kB at once, but has to
-find them in one piece of its memory."""
-
-HEAD = 5
-"""Bytes before a piece: four for the pid, and whether the piece is the message's last."""
-
-
-class WorkerWarning(NamedTuple):
-    """A warning of a worker; arguments of ``warnings.warn_explicit``."""
-
-    message: Any
-    category: type[Warning]
-    filename: str
-    line: int
