@@ -15,8 +15,7 @@ import pytest
 from conftest import lists, printed_by, python, require, variants
 from interrupts import each_place
 
-from minloader import Loader, concurrent, get_worker_info
-from minloader._worker import logs
+from minloader import Loader, _formats, concurrent, get_worker_info
 from minloader._worker.own_generators import LIMIT, WIDTH, find
 from minloader.testing import IrreproducibleError, check_reproducible
 
@@ -507,7 +506,7 @@ def test_that_of_torchs_loader_is_told_by_the_name_that_the_user_knows(caplog):
         ({"dataset": Numbers(), "transform": draws}, "transform.held"),
     ]:  # fmt: skip
         caplog.clear()
-        logs.said.clear()
+        _formats.said.clear()
         options |= {"num_workers": 1, "multiprocessing_context": "forkserver"}
         with of_torch(**options) as loader:
             assert [*loader, *loader]

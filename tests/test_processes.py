@@ -310,7 +310,7 @@ def test_a_fork_server_imports_what_the_modules_of_the_job_import(monkeypatch):
     context: Any = Context()
     monkeypatch.setattr(multiprocessing.forkserver, "ensure_running", int)
     fork_server.start_fork_server(context, [__name__, "__main__"], seed=0)
-    needed = {__name__, "numpy", "psutil", "pytest", "minloader", "minloader._worker.log_sender"}
+    needed = {__name__, "numpy", "psutil", "pytest", "minloader", "minloader._worker.logs"}
     assert needed <= set(context.names)
     assert not {"os", "threading", "__main__"} & set(context.names)
 
