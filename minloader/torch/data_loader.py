@@ -54,6 +54,7 @@ from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import shuffled
 from minloader._worker.stream_reader import put_back
 from minloader.torch.device import can_pin, check_pinning, pin
+from minloader.torch.generators import states_of
 from minloader.torch.order import EpochOrder, Items, Order, Start, draw_seed
 
 if TYPE_CHECKING:
@@ -659,6 +660,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         state = self._loader.state_dict()
         start = self._start_of(state["epoch"])
         start = start._replace(begun=start.begun or state["epoch"] != self._number)
+        if self._is_resumed and not start.begun:
+            start = start._replace(noted=states_of(start.shared))
         known = {"loader": state, "start": start.encode()}
         # In a tuple, which is one leaf to torch's distributed checkpoints; see to_state.
         return {"version": VERSION, self._state_key(): (known,)}

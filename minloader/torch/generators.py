@@ -114,6 +114,11 @@ def encode(state: Any) -> str:
     return base64.b85encode(zlib.compress(data)).decode()
 
 
+def encode_all(states: States) -> dict[str, str]:
+    """Return states of global generators as text."""
+    return {name: encode(state) for name, state in states.items()}
+
+
 def _as_dict(array: Any) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "numbers": array.tolist()}
 

@@ -64,6 +64,8 @@ class Start(NamedTuple):
             gives its workers.
         twice: whether the sampler is then begun once more, as torch's loader does with new workers.
         begun: whether the epoch has begun.
+        noted: states of the global generators when a state was taken, if this start was loaded from
+            one before, and its epoch had not begun: a script that restores them seeds nothing.
     """
 
     own: list[torch.Tensor]
@@ -72,11 +74,15 @@ class Start(NamedTuple):
     seeded: bool
     twice: bool
     begun: bool = False
+    noted: States = {}  # noqa: RUF012  # nobody changes it
 
     def encode(self) -> dict[str, Any]:
         """Return a part of a state, fit for JSON."""
-        shared = {name: generators.encode(state) for name, state in self.shared.items()}
-        return self._asdict() | {"own": list(map(generators.encode, self.own)), "shared": shared}
+        return self._asdict() | {
+            "own": list(map(generators.encode, self.own)),
+            "shared": generators.encode_all(self.shared),
+            "noted": generators.encode_all(self.noted),
+        }
 
     @classmethod
     def decode(cls, known: Any) -> Start:
@@ -96,6 +102,7 @@ class Start(NamedTuple):
                 seeded=bool(known["seeded"]),
                 twice=bool(known["twice"]),
                 begun=bool(known["begun"]),
+                noted=generators.decode_all(known["noted"]),
             )
         except (LookupError, TypeError, ValueError, RuntimeError, zlib.error) as error:
             raise ValueError(f"the state is damaged: {error!r}, in {brief_repr(known)}") from error
@@ -200,7 +207,7 @@ class Order:
 
     def is_reseeded(self, start: Start) -> bool:
         """Return whether a generator was seeded since the start of the next epoch was noted."""
-        former = [(start.own, start.shared)]
+        former = [(start.own, start.shared), (start.own, start.noted)]
         if self._before_load is not None:
             former.append(self._before_load)
         own = [
@@ -543,7 +550,7 @@ class Items(Iterator[Any]):
         """Return where this is, for :meth:`go_on`, fit for JSON."""
         if self._has_ended:
             return BETWEEN
-        own = {name: generators.encode(state) for name, state in self.own.items()}
+        own = generators.encode_all(self.own)
         return {"given": self._given, "digest": self._digest, "generators": own}
 
     def go_on(self, place: Mapping[str, Any]) -> None:

@@ -605,6 +605,8 @@ FOUND: dict[str, str] = {
     "seeded before each epoch": "note; reseed; begin 0; take 1; note; finish; note; reseed; "
     "begin 1; finish; note; reseed own; begin 2; take each; load 1; reseed; begin 0; finish; "
     "move 2; reseed; begin 1; finish; load 3; reseed own; torch.rand; begin 2; finish",
+    "noted before its epoch began": "note; reseed; load 0; torch.rand; note; reseed; move 1; "
+    "begin 0; finish; verify",
     "left out": "skip 1; torch.rand; begin 0; take 1; note; skip 1; note; take each; skip 2; note; "
     "begin 1; take 1; note; leave; note; skip 2; note; begin 2; skip 1; note; finish; load 0; "
     "skip 1; note; begin 0; finish; begin 1; skip 99; finish; begin 2; skip 1; leave; begin 2; "
