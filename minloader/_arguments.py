@@ -143,13 +143,10 @@ def dataset_length(dataset: Any) -> int:
     Raises:
         TypeError: there is no such dataset.
     """
-    module = type(dataset).__module__.partition(".")[0]
-    if module in ("pandas", "polars", "pyarrow") and hasattr(type(dataset), "columns"):
-        raise TypeError(
-            f"dataset is a {type(dataset).__name__} of {module}, whose items are no samples; give "
-            "a function of row numbers, such as lambda rows: frame.iloc[rows], with "
-            "sampler=BatchSampler(len(frame), batch_size)"
-        )
+    if type(dataset).__module__.partition(".")[0] in ("pandas", "polars", "pyarrow"):
+        from minloader._diagnosis.mistakes import check_frame
+
+        check_frame(dataset)
     try:
         return len(dataset)
     except TypeError as error:

@@ -28,7 +28,7 @@ from minloader._formats import brief_repr
 from minloader._pools.group import PoolGroup
 from minloader._protocols import B
 from minloader._sampling.batch import BatchSampler
-from minloader._sampling.ranks import dealer_of, rank_of_stream
+from minloader._sampling.ranks import dealer_of, dealer_of_process, rank_of_stream
 from minloader._sampling.source import Indices
 from minloader._worker.batch_maker import OnSampleError, sample_error_handler
 from minloader._worker.messages import Job, JobOptions, WorkerInfo
@@ -203,7 +203,7 @@ class Loader(Generic[B]):
                 keep_last=last_batch == "keep",
                 on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
-                rank=rank_of_stream(dataset) if is_stream else dealer_of(self.sampler).rank,
+                rank=rank_of_stream(dataset) if is_stream else _rank_of(self.sampler),
                 seed_generators=arguments.checked_bool("seed_generators", seed_generators),
                 without_processes=self._without_processes,
             ),
@@ -332,7 +332,7 @@ class Loader(Generic[B]):
         except TypeError as error:
             raise TypeError(
                 f"this loader has no length, since its sampler, {brief_repr(self.sampler)}, has "
-                "none"
+                f"none: {error}"
             ) from error
 
     # --- epochs
@@ -375,6 +375,11 @@ class Loader(Generic[B]):
             raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
         n = None if n is None else checked_int("n", n, 0)
         until = None if until is None else checked_int("until", until, 0)
+        left = self._course.left
+        if until is not None and left is not None:
+            from minloader._diagnosis.mistakes import report_left
+
+            report_left(left, until)
         return SeveralEpochs(self._course, n, until)
 
     @property
@@ -508,6 +513,16 @@ def _look_at_shards(num_workers: int, shards: int) -> None:
         from minloader._diagnosis.shard_watch import report_idle_workers
 
         report_idle_workers(num_workers, shards)
+
+
+def _rank_of(sampler: Any) -> int:
+    """Return the rank that a sampler is of; say in the log if nobody deals out to the ranks."""
+    dealer = dealer_of(sampler)
+    if dealer.by is None and dealer_of_process().ranks > 1:
+        from minloader._diagnosis.mistakes import report_ranks
+
+        report_ranks()
+    return dealer.rank
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:

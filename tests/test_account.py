@@ -1164,3 +1164,62 @@ def test_a_fork_while_a_thread_waits_for_a_batch_has_the_state():
 def test_nothing_is_waited_for_before_an_error_of_a_sampler(way):
     with Loader(Echo(), Failing(4, 2), **WAYS[way]) as loader:
         assert list(outcomes_of(iter(loader))) == [0, 1, f"{BAD_ITEM} is bad", 2, 3]
+
+
+class ToldLocked(Told):
+    """One that cannot be copied."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.lock = threading.Lock()
+
+
+LENGTHS = [random.Random(0).randint(1, 30) for _ in range(60)]
+
+TOTALS: dict[str, Callable[[], Any]] = {
+    "of several lengths": lambda: DynamicBatchSampler(LENGTHS, max_total=70, shuffle=True),
+    "with what is left": lambda: BatchSampler(10, 4, last_batch="rollover"),
+    "of a mixture": lambda: MixtureSampler([9, 5], [1, 1], batch_size=2, stop="last"),
+    "over another": lambda: BatchSampler(Told(7), 3),
+    "of others": lambda: Told(5),
+    "a list": lambda: [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+@pytest.mark.parametrize("before", [0, 1, 5])
+def test_the_length_of_several_epochs_is_that_of_what_comes(name, before):
+    """Also behind a state, or a skip, in the middle of an epoch; and asking changes nothing."""
+    with Loader(str, TOTALS[name](), num_workers=0) as loader:
+        loader.skip(before % 2)
+        epochs = loader.epochs(until=4)
+        taken = [next(epochs) for _ in range(before)]
+        state = loader.state_dict()
+        expected = taken + list(epochs)
+    with Loader(str, TOTALS[name](), num_workers=0) as loader:
+        loader.load_state_dict(state)
+        epochs = loader.epochs(until=4)
+        length = len(epochs)
+        assert loader.state_dict() == state
+        assert taken + list(epochs) == expected
+        assert (length, len(loader.epochs(2))) == (
+            len(expected) - before,
+            len(loader.epochs(until=6)),
+        )
+        assert len(loader.epochs(until=4)) == 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sampler", "error"),
+    [
+        (Numbers(3), None, "the dataset is a stream"),
+        (str, (n for n in range(3)), "has no len"),
+        (str, ToldLocked(3), "cannot be copied: "),
+    ],
+)
+def test_a_length_of_several_epochs_that_is_not_known(dataset, sampler, error):
+    with Loader(dataset, sampler, num_workers=0) as loader:
+        with pytest.raises(TypeError, match=error):
+            len(loader.epochs(2))
+        with pytest.raises(TypeError, match=r"goes on for ever; give n, or until"):
+            len(loader.epochs())

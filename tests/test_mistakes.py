@@ -6,6 +6,7 @@ import bdb
 import copy
 import inspect
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from conftest import in_a_fork, making, printed_by, require
+from conftest import in_a_fork, making, printed_by, python, require
 from helpers import Echo, Faulty, Refuses, Squares
 from kinds import same
 from trouble import exits
@@ -573,11 +574,35 @@ def test_an_argument_that_would_mean_something_else_is_refused(arguments, option
 
 def test_a_data_frame_is_told_from_a_dataset():
     frame = require("pandas").DataFrame({"x": [1, 2]})
-    text = r"dataset is a DataFrame of pandas, .* function of row numbers, such as lambda rows"
-    with pytest.raises(TypeError, match=text):
-        Loader(frame, batch_size=2)
     with Loader(frame, ["x"], num_workers=0) as loader:
         assert [list(column) for column in loader] == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("pandas.DataFrame", "give a function of row numbers, such as lambda rows: frame.iloc[row"),
+        ("polars.DataFrame", "give a function of row numbers, such as lambda rows: frame[rows], w"),
+        ("polars.LazyFrame", "give frame = frame.collect(), and a function of row numbers, such a"),
+        ("pyarrow.table", "give a function of row numbers, such as lambda rows: frame.take(rows),"),
+    ],
+)
+def test_each_kind_of_frame_has_its_own_advice(name, advice):
+    library, make = name.split(".")
+    frame = getattr(require(library), make)({"x": [1, 2]})
+    with pytest.raises(TypeError, match=re.escape(advice)):
+        Loader(frame, batch_size=2)
+
+
+def test_a_series_is_not_read_by_labels_of_its_own():
+    pandas = require("pandas")
+    series = pandas.Series([12, 13, 11], index=[2, 0, 1])
+    text = r"items go by its labels, \[2, 0, 1\], not by 0, 1, 2, ...; give series.to_numpy\(\)"
+    with pytest.raises(TypeError, match=text):
+        Loader(series, batch_size=2)
+    for dataset, sampler in (series.reset_index(drop=True), None), (series, [2, 0, 1]):
+        with Loader(dataset, sampler, num_workers=0) as loader:
+            assert list(loader) == [12, 13, 11]
 
 
 @pytest.mark.parametrize(
@@ -836,6 +861,69 @@ def test_shards_that_are_the_same_are_told_before_a_resume_alone(caplog):
         loader.load_state_dict(state)
         assert list(loader) == sorted([*range(1, 9)] * 2)
     assert not any("the same batch" in message for message in caplog.messages)
+
+
+RANKS = """
+import logging
+from minloader import BatchSampler, Loader
+logging.basicConfig(format="%(message)s")
+def torchs():
+    from minloader.torch import DataLoader
+    return DataLoader(range(9), batch_size=4)
+for _ in range(2):
+    with {} as loader:
+        list(loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loader", "ranks", "said"),
+    [
+        ("Loader(range(9), batch_size=4, num_workers=0)", 2, 1),
+        ("Loader(range(9), batch_size=4, num_workers=0)", 1, 0),
+        ("Loader(range(9), [0], num_workers=1)", 2, 1),
+        ("Loader(str, BatchSampler(9, 4, rank=1, world_size=2), num_workers=0)", 2, 0),
+        ("torchs()", 2, 1),
+    ],
+)
+def test_ranks_that_nobody_deals_out_to_are_told_once(monkeypatch, loader, ranks, said):
+    if "torch" in loader:
+        require("torch")
+    monkeypatch.setenv("RANK", str(ranks - 1))
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    lines = python(RANKS.format(loader)).stderr.splitlines()
+    assert [line.partition(", but")[0] for line in lines] == [
+        "this process is one of several ranks"
+    ] * said
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "said"),
+    [
+        (lambda loader: None, [0, 1, 2], 0),
+        (lambda loader: next(iter(loader)), [1, 2], 1),
+        (lambda loader: next(loader.epochs(until=3)), [1, 2], 1),
+        (list, [1, 2], 0),
+        (lambda loader: (next(iter(loader)), loader.set_epoch(0)), [0, 1, 2], 0),
+        (lambda loader: (next(iter(loader)), resume(loader)), [0, 1, 2], 0),
+    ],
+)
+def test_an_epoch_that_was_begun_for_a_look_is_told(caplog, steps, epochs, said):
+    with Loader(range(6), batch_size=2, num_workers=0) as loader:
+        steps(loader)
+        assert sorted({epoch for epoch, _ in loader.epochs(until=3)}) == epochs
+        list(loader.epochs(1))
+    lines = [line for line in caplog.messages if "begins with epoch 1, since epoch 0 was" in line]
+    assert len(lines) == said
+
+
+def resume(loader: Loader[Any]) -> None:
+    loader.load_state_dict(loader.state_dict())
+
+
+def test_a_look_for_torchs_loader_says_where_it_is():
+    with pytest.raises(ImportError, match=r"torch's DataLoader is to be had from minloader\.torch"):
+        from minloader import DataLoader  # type: ignore[attr-defined]  # noqa: F401
 
 
 def test_a_loader_is_shown_as_its_stats():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from minloader._formats import brief_repr
 from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import ranks_as_text, with_inner
+
+logger = logging.getLogger("minloader")
 
 OTHER_NAMES = {
     "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
@@ -51,6 +54,56 @@ def check_attribute(loader: Any, name: str, defaults: Iterable[str]) -> None:
     near = difflib.get_close_matches(name, [*arguments, "epoch"], 1, cutoff=0.8)
     if near and not hasattr(loader, name):
         raise AttributeError(f"a Loader has no attribute {name!r}; did you mean {near[0]}?")
+
+
+ROWS = {"pandas": "frame.iloc[rows]", "polars": "frame[rows]", "pyarrow": "frame.take(rows)"}
+"""How rows of a frame are asked for by their numbers, by its package."""
+
+
+def check_frame(dataset: Any) -> None:
+    """Refuse a frame, or a series, as a dataset whose items are 0, 1, 2, ...
+
+    Raises:
+        TypeError: its items are columns, or go by labels that are others than these numbers.
+    """
+    kind = type(dataset)
+    module = kind.__module__.partition(".")[0]
+    if hasattr(kind, "columns"):
+        collected = "" if hasattr(kind, "__len__") else "frame = frame.collect(), and "
+        raise TypeError(
+            f"dataset is a {kind.__name__} of {module}, whose items are no samples; give "
+            f"{collected}a function of row numbers, such as lambda rows: {ROWS[module]}, with "
+            "sampler=BatchSampler(len(frame), batch_size)"
+        )
+    labels: Any = getattr(dataset, "index", ())
+    if hasattr(dataset, "iloc") and list(labels) != list(range(len(dataset))):
+        raise TypeError(
+            f"dataset is a {kind.__name__} of {module}, whose items go by its labels, "
+            f"{brief_repr(list(labels))}, not by 0, 1, 2, ...; give series.to_numpy(), or "
+            "series.iloc.__getitem__ with sampler=BatchSampler(len(series), batch_size)"
+        )
+
+
+def report_ranks() -> None:
+    """Say in the log that all ranks get the same batches."""
+    logger.warning(
+        "this process is one of several ranks, but the sampler deals out to none: each rank gets "
+        "all batches, the same as the others; give a sampler of minloader's rank and world_size, "
+        "or torch's DistributedSampler, unless the dataset is one rank's part, or each rank is to "
+        "have all, as for a validation; said once"
+    )
+
+
+def report_left(epoch: int, until: int) -> None:
+    """Say in the log that an epoch counts which was begun, and left."""
+    logger.warning(
+        "epochs(until=%d) begins with epoch %d, since epoch %d was begun and left, if only for a "
+        "look at a batch; to begin with that again, call loader.set_epoch(%d) before",
+        until,
+        epoch + 1,
+        epoch,
+        epoch,
+    )
 
 
 def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:

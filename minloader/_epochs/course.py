@@ -89,6 +89,15 @@ class Course:
             return cursor.start.epoch
         return 0 if cursor.epoch is None else cursor.epoch.number + 1
 
+    @property
+    def left(self) -> int | None:
+        """Number of the epoch that was begun, and left, where nobody has said what comes next."""
+        cursor = self.cursor
+        epoch = cursor.epoch
+        if epoch is None or epoch.is_over or cursor.start is not None or cursor.number is not None:
+            return None
+        return epoch.number
+
     def set_number(self, number: int) -> None:
         """Set the number of the next epoch."""
         cursor = self.cursor
@@ -162,7 +171,7 @@ class Course:
         """
         current = self._current
         if current is None:
-            return self._length_ahead()
+            return self.length_ahead()
         feed = current.lanes[0].feed
         if current.length is not None:
             return current.length
@@ -172,7 +181,7 @@ class Course:
             return len(self.source.items) if counts is None else int(counts()[0])
         raise TypeError("it was not known when the epoch was begun")
 
-    def _length_ahead(self) -> int:
+    def length_ahead(self) -> int:
         """Return the number of batches of the next epoch; raise TypeError if it is not known."""
         source = self.source
         sampler = source.items

@@ -263,6 +263,16 @@ class SeveralEpochs(Iterator[tuple[int, B]], Generic[B]):
     def __iter__(self) -> Self:
         return self
 
+    def __len__(self) -> int:
+        """Number of batches of the epochs that are to begin, as for a progress bar.
+
+        Raises:
+            TypeError: it is not known.
+        """
+        from minloader._epochs.total import total_length  # few ask
+
+        return total_length(self._course, self._left, self._until)
+
     def __next__(self) -> tuple[int, B]:
         while True:
             # No call between a batch and the consumer: a loop over an iterator makes none.

@@ -110,14 +110,15 @@ def rank_of_stream(stream: Any) -> int:
         # that drew other numbers would read other orders, and have other parts of them.
         return 0
     dealer = _dealer(found)
-    return _rank_of_process() if dealer.by is None else dealer.rank
+    return dealer_of_process().rank if dealer.by is None else dealer.rank
 
 
-def _rank_of_process() -> int:
-    """Return the rank that torch has for this process, or its launcher; 0 if there is none."""
+def dealer_of_process() -> Dealer:
+    """Return the rank that torch has for this process, or its launcher, of how many."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
+        return Dealer(ranks=distributed.get_world_size(), rank=distributed.get_rank())
     rank = os.environ.get("RANK", "")
-    world_size = os.environ.get("WORLD_SIZE", "")
-    return int(rank) if rank.isdecimal() and world_size.isdecimal() else 0
+    ranks = os.environ.get("WORLD_SIZE", "")
+    known = rank.isdecimal() and ranks.isdecimal()
+    return Dealer(ranks=int(ranks), rank=int(rank)) if known else Dealer()
