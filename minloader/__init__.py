@@ -78,6 +78,8 @@ if not TYPE_CHECKING:  # for whom every name would exist, and who read no list t
                 module = importlib.import_module(f"minloader.{module_name}")
                 value = globals()[name] = getattr(module, name)
                 return value
+        if name == "DataLoader":  # of an AttributeError the import would show no word
+            raise ImportError("torch's DataLoader is to be had from minloader.torch")
         raise AttributeError(f"module 'minloader' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ from conftest import eventually, plain, require
 from helpers import SHARED, Echo, Many, Squares, cook
 from trouble import Noted, die_writing
 
-from minloader import SKIP, Loader, cached
+from minloader import SKIP, Loader, cached, concurrent
 from minloader._memory import cache
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -164,6 +164,14 @@ def test_indices():
         shared[0, 1]
 
 
+class Awaited(Squares):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    async def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return super().__getitem__(index)
+
+
 def test_mistakes(caplog, monkeypatch):
     for dataset in (Echo(), len, {1, 2}, iter([])):
         with pytest.raises(TypeError, match="must have __len__ and __getitem__ to be cached"):
@@ -172,6 +180,11 @@ def test_mistakes(caplog, monkeypatch):
         cached(range(100), bytes=100)
     with pytest.raises(TypeError, match="bytes must be an int, got 1000000"):
         cached(range(100), bytes=1e9)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"is a coroutine, .*; write cached\(concurrent\(dataset\)"):
+        cached(Awaited(), bytes=MEGABYTE)
+    kept = cached(concurrent(Awaited()), bytes=MEGABYTE)
+    with Loader(kept, [[2, 1]], collate_fn=list, num_workers=0) as loader:
+        assert list(loader) == [[4, 1]]
     shared = cached([{"lock": threading.Lock()}], bytes=MEGABYTE)
     with pytest.raises(TypeError, match=r"dataset\[0\] cannot be cached: sample\['lock'\] is a lo"):
         shared[0]

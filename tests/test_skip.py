@@ -180,6 +180,22 @@ def test_what_is_no_samples_fault_is_raised(make):
 
 
 @inline
+@pytest.mark.parametrize("options", [{"on_sample_error": "skip"}, {"on_error": "skip"}])
+def test_of_many_failures_the_log_has_the_first(make, caplog, options):
+    with make(fails, range(251), **options) as loader:
+        assert list(loader) == [250]
+        assert loader.stats.errors.failed == 250
+    assert len(caplog.messages) == 9 + 2
+    assert "; 100 have failed by now; the next line comes at ten times" in caplog.messages[-1]
+
+
+def fails(item: int) -> int:
+    if item < 250:
+        raise ValueError(item)
+    return item
+
+
+@inline
 def test_an_item_that_is_the_batch(make):
     with make(Readings(), range(12)) as loader:
         assert lists(loader) == [0, 1, 2, 6, 8, 9, 10, 11]

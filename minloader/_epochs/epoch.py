@@ -23,7 +23,6 @@ from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from minloader._epochs import failures
 from minloader._epochs.counters import track_of
 from minloader._epochs.failures import Failures
 from minloader._epochs.feed import SamplerFeed, SamplerSource
@@ -383,7 +382,7 @@ class Epoch:
         for number, (sample, text) in enumerate(samples):
             delivery.error = self.failures.add(batch, sample, text, number)
             if self.shared.job.options.on_sample_error is leave_out:
-                failures.report_left_out(sample, batch, text)
+                self.failures.report_left_out(sample, batch, text)
         delivery.has_failed = bool(samples)
         if type(delivery.outcome) is Failure:
             delivery.has_failed = True

@@ -28,6 +28,9 @@ from minloader._worker.messages import Failure, Reply
 
 logger = logging.getLogger("minloader")
 
+FEW = 10
+"""Of so many failures the log says each. (Some data sets have a million bad samples.)"""
+
 
 class BatchLabel(NamedTuple):
     """What messages say of a batch: as a string, which one it is.
@@ -175,7 +178,7 @@ class Failures:
             add_note(error, f"minloader: {what}{advice}")
             return None, error
         if on_error == "skip":
-            logger.warning("skipped %s: %s", what, failure.summary)
+            self._say(f"skipped {what}: {failure.summary}")
             return SKIP, None
         assert callable(on_error)
         try:
@@ -183,19 +186,31 @@ class Failures:
         except StopIteration as stop:  # it would end the loop as if the epoch were over
             raise RuntimeError("on_error raised StopIteration") from stop
 
+    def report_left_out(self, sample: Any, batch: int, error: str) -> None:
+        """Say in the log that a sample was left out of its batch.
+
+        Here, where it is counted: its batch may be made again, if another one takes a worker along.
+        """
+        index = unpacked(sample)
+        what = f"sample {brief_repr(index[0])}" if index else f"a sample of batch {batch}"
+        self._say(f"left out {what}: {error}")
+
+    def _say(self, line: str) -> None:
+        """Say in the log what has failed: of the first few, and of each tenfold as many."""
+        count = self._shared.counters.failed
+        if count < FEW:
+            logger.warning("%s", line)
+        elif str(count).strip("0") == "1":
+            logger.warning(
+                "%s; %d have failed by now; the next line comes at ten times as many, "
+                "loader.stats.errors counts all",
+                line,
+                count,
+            )
+
 
 def _key(batch: int, sample: Any, number: int) -> str:
     return f"batch {batch}, {number}" if sample is None else f"sample {plain(sample)!r}"
-
-
-def report_left_out(sample: Any, batch: int, error: str) -> None:
-    """Say in the log that a sample was left out of its batch.
-
-    Here, where it is counted: its batch may be made again, if another one takes a worker along.
-    """
-    index = unpacked(sample)
-    what = f"sample {brief_repr(index[0])}" if index else f"a sample of batch {batch}"
-    logger.warning("left out %s: %s", what, error)
 
 
 def unpacked(part: Any) -> Any:

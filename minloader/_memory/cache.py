@@ -21,6 +21,7 @@ Guarantees, whichever process is killed at whatever moment:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import mmap
 import operator
@@ -82,6 +83,11 @@ class cached:  # noqa: N801  # used as a function
     """
 
     def __init__(self, dataset: Any, *, bytes: int) -> None:
+        if inspect.iscoroutinefunction(getattr(type(dataset), "__getitem__", None)):
+            raise TypeError(
+                f"a sample of {brief_repr(dataset)} is a coroutine, which cannot be cached; write "
+                "cached(concurrent(dataset), bytes=...), which keeps what was awaited"
+            )
         is_sized = isinstance(dataset, Sized)
         if not (is_sized and has_samples(dataset)) or is_stream(dataset, None):
             raise TypeError(
