@@ -785,6 +785,7 @@ class Program:
                     except Exception as error:
                         got.append(error)
 
+            former, early = run.place, set(run.place.rest)
             threads = [threading.Thread(target=taking, args=(count,)) for count in counts]
             for thread in threads:
                 thread.start()
@@ -802,7 +803,9 @@ class Program:
             if ordered and coming:
                 place = run.place
                 planned = len(self.plan(place.epoch, place.passes, place.chain))
-                given = set(range(planned)) - set(place.rest)
+                # Of a state with in_order=False some have come before their turn already.
+                were_to_come = early if place is former else set(range(planned))
+                given = were_to_come - set(place.rest)
                 passed = [k for k in place.rest if k < max(given, default=0)]
                 assert not set(passed) & set(coming), "one is passed over"
                 for ordinal in passed:
@@ -814,6 +817,8 @@ class Program:
     def leave(self, which: int) -> None:
         with self.step(f"leave {which}"):
             self.drop(which)
+            if self.left < 0:
+                gc.collect()  # the traceback of what broke in may keep the iterator
 
     # --- states
 
