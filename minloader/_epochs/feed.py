@@ -154,7 +154,7 @@ class SamplerFeed(Reader):
         """
         is_behind = self._here < self.next
         super().open()
-        if is_behind and self._last:
+        if is_behind and len(self._last) > 2:  # it has given an item
             self.last = (self._here - 1, self._last[-2])
 
     def open_or_fail(self) -> None:

@@ -133,6 +133,7 @@ FOUND: dict[str, str] = {
     "note; verify; skip 1; set epoch 1; note; verify",
     "skipped, before another epoch": "iter; finish; note; skip 2; set epoch 5; iter; finish; "
     "load 0; skip 2; note; load 1; set epoch 5; iter; finish",
+    "skipped in an epoch that may be empty": "iter; finish; skip 1; iter; note; finish; verify",
     "skipped before": "skip 2; note; iter; take 1; skip 1; note; finish; iter; finish; verify",
     "all of it skipped": "skip 99; note; iter; finish; iter; finish; verify",
     "all of the rest skipped": "iter; take 1; skip 99; note; finish; note; iter; finish; verify",
