@@ -338,6 +338,55 @@ print("well")
 """
 
 
+CLASS_BODIES = """
+from minloader import Loader
+
+
+def numbers(n):
+    return list(range(n))
+
+
+class Base: pass
+
+
+SIZE = 3
+
+
+def load(index):
+    class Item(Base):
+        values = numbers(SIZE)
+
+        class Inner:
+            size = SIZE
+
+    return index, Item.values, Item.Inner.size
+
+
+def nested(index):
+    return (lambda: load_inner(index))()
+
+
+def load_inner(index):
+    def make():
+        class Item:
+            values = numbers(2)
+
+        return Item
+
+    return make().values
+
+
+if __name__ == "__main__":
+    for way in "spawn", "fork":
+        with Loader(load, range(2), mp_context=way) as loader:
+            assert list(loader) == [(0, [0, 1, 2], 3), (1, [0, 1, 2], 3)], way
+        with Loader(nested, range(1), mp_context=way) as loader:
+            assert list(loader) == [[0, 1]], way
+    print("well")
+"""
+"""Functions in which bodies of classes read globals: cloudpickle #438."""
+
+
 def run(program, folder, *options):
     """Runs a program as a module of a package, in a process of its own."""
     (folder / "package").mkdir()
@@ -358,6 +407,7 @@ older = pytest.mark.skipif(sys.version_info < (3, 15), reason="no lazy imports")
         pytest.param(FILE_NAMES, [], [], id="names of files"),
         pytest.param(DECORATED, [], [], id="decorated functions"),
         pytest.param(BY_NAME_ONLY, [], [], id="by name only"),
+        pytest.param(CLASS_BODIES, [], [], id="bodies of classes"),
         pytest.param(WITH_GETATTR, [], [], id="__getattr__"),
         pytest.param(OF_OTHER_PACKAGES, [], ["cachetools", "msgspec"], id="other packages"),
         pytest.param(OF_PYDANTIC, [], ["pydantic"], id="generic models"),

@@ -46,7 +46,7 @@ from minloader import (
 from minloader._diagnosis.inspect import inspect, with_arguments
 from minloader._diagnosis.leaves import MOST_LEAVES, leaves
 from minloader.doctor import examine
-from minloader.testing import IrreproducibleError, check_reproducible
+from minloader.testing import IrreproducibleError, as_in_worker, check_reproducible
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -636,3 +636,41 @@ def test_objects_that_lead_back_to_themselves_are_compared():
         check_reproducible(
             lambda: Loader(lambda item: Node(next(numbers)), range(6), num_workers=0), workers=(0,)
         )
+
+
+# --- a dataset that is called by hand --------------------------------------------------------
+
+
+class Drawing:
+    """A dataset written as the docs' are."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return index, info.epoch, info.rng.random(), info.sample_rng.random()
+
+
+def test_a_dataset_called_by_hand_draws_as_in_a_worker():
+    dataset = Drawing()
+    assert get_worker_info() is None
+    with Loader(dataset, [[3], [5, 7]], collate_fn=list, num_workers=0, seed=4) as loader:
+        loader.set_epoch(2)
+        (first,), second = loader
+    with as_in_worker(3, epoch=2, seed=4):
+        assert dataset[3] == first
+    with as_in_worker(5, batch=1, epoch=2, seed=4) as info:
+        assert get_worker_info() is info
+        assert dataset[5] == second[0]
+    assert get_worker_info() is None
+
+
+def test_by_hand_a_batch_goes_on_drawing_and_an_error_ends_it():
+    with as_in_worker() as info:
+        rng = info.rng
+        assert info.rng is rng
+        with as_in_worker(), pytest.raises(RuntimeError, match="sample_rng is for code that makes"):
+            _ = get_worker_info().sample_rng  # type: ignore[union-attr]
+        assert get_worker_info() is info
+    with pytest.raises(KeyError), as_in_worker():
+        raise KeyError
+    assert get_worker_info() is None

@@ -65,6 +65,7 @@ IN_JOBS = {
 }
 
 DEFINITIONS = {
+    "builtins.function": "class_bodies:with_names_of_classes",
     "functools._lru_cache_wrapper": "decorated:reduce_cached",
     "functools.singledispatch.<locals>.wrapper": "decorated:reduce_dispatching",
     "msgspec._core.StructMeta": "decorated:reduce_struct",
@@ -206,7 +207,7 @@ def reducer_by_value(obj: Any) -> Reduce | None:
     """Return how a class or function is sent by value; None: as cloudpickle does it."""
     names = [f"{each.__module__}.{each.__qualname__}" for each in type(obj).__mro__]
     if isinstance(obj, types.FunctionType):
-        names = [f"{obj.__globals__.get('__name__')}.{obj.__code__.co_qualname}"]
+        names.insert(0, f"{obj.__globals__.get('__name__')}.{obj.__code__.co_qualname}")
     found = [DEFINITIONS[name] for name in names if name in DEFINITIONS]
     return imported(found[0]) if found else None
 
