@@ -98,7 +98,7 @@ said: dict[str, object] = {}
 """Lines of the log that say of themselves that they are said once, and were said."""
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def is_news(record: logging.LogRecord) -> bool:
     """Whether a line of ours is to come out: one that is said once is so in a program.
 
     A worker knows of its own lines. They come here once more in the parent, which knows of all.
@@ -108,4 +108,4 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "said once" not in line or said.setdefault(line, news) is news  # in one step
 
 
-logging.getLogger("minloader").addFilter(_is_news)
+logging.getLogger("minloader").addFilter(is_news)

@@ -28,7 +28,7 @@ from minloader._formats import brief_repr
 from minloader._pools.group import PoolGroup
 from minloader._protocols import B
 from minloader._sampling.batch import BatchSampler
-from minloader._sampling.ranks import dealer_of, dealer_of_process, rank_of_stream
+from minloader._sampling.ranks import dealer_of, rank_of_stream
 from minloader._sampling.source import Indices
 from minloader._worker.batch_maker import OnSampleError, sample_error_handler
 from minloader._worker.messages import Job, JobOptions, WorkerInfo
@@ -203,7 +203,7 @@ class Loader(Generic[B]):
                 keep_last=last_batch == "keep",
                 on_sample_error=sample_error_handler(on_sample_error),
                 is_stream=is_stream,
-                rank=rank_of_stream(dataset) if is_stream else _rank_of(self.sampler),
+                rank=rank_of_stream(dataset) if is_stream else dealer_of(self.sampler).rank,
                 seed_generators=arguments.checked_bool("seed_generators", seed_generators),
                 without_processes=self._without_processes,
             ),
@@ -513,16 +513,6 @@ def _look_at_shards(num_workers: int, shards: int) -> None:
         from minloader._diagnosis.shard_watch import report_idle_workers
 
         report_idle_workers(num_workers, shards)
-
-
-def _rank_of(sampler: Any) -> int:
-    """Return the rank that a sampler is of; say in the log if nobody deals out to the ranks."""
-    dealer = dealer_of(sampler)
-    if dealer.by is None and dealer_of_process().ranks > 1:
-        from minloader._diagnosis.mistakes import report_ranks
-
-        report_ranks()
-    return dealer.rank
 
 
 def _finish(group: PoolGroup, counters: Counters) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from conftest import in_a_fork, making, printed_by, python, require
+from conftest import in_a_fork, making, printed_by, require
 from helpers import Echo, Faulty, Refuses, Squares
 from kinds import same
 from trouble import exits
@@ -863,38 +863,98 @@ def test_shards_that_are_the_same_are_told_before_a_resume_alone(caplog):
     assert not any("the same batch" in message for message in caplog.messages)
 
 
-RANKS = """
-import logging
-from minloader import BatchSampler, Loader
-logging.basicConfig(format="%(message)s")
-def torchs():
-    from minloader.torch import DataLoader
-    return DataLoader(range(9), batch_size=4)
-for _ in range(2):
-    with {} as loader:
-        list(loader)
-"""
+class OfThisRank:
+    """A sampler of the user's, of which nobody knows what it deals out."""
+
+    def __iter__(self) -> Any:
+        return iter([1, 3])
 
 
-@pytest.mark.parametrize(
-    ("loader", "ranks", "said"),
-    [
-        ("Loader(range(9), batch_size=4, num_workers=0)", 2, 1),
-        ("Loader(range(9), batch_size=4, num_workers=0)", 1, 0),
-        ("Loader(range(9), [0], num_workers=1)", 2, 1),
-        ("Loader(str, BatchSampler(9, 4, rank=1, world_size=2), num_workers=0)", 2, 0),
-        ("torchs()", 2, 1),
-    ],
-)
-def test_ranks_that_nobody_deals_out_to_are_told_once(monkeypatch, loader, ranks, said):
-    if "torch" in loader:
-        require("torch")
-    monkeypatch.setenv("RANK", str(ranks - 1))
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    lines = python(RANKS.format(loader)).stderr.splitlines()
-    assert [line.partition(", but")[0] for line in lines] == [
-        "this process is one of several ranks"
-    ] * said
+def of_torch(**options: Any) -> Any:
+    return require("minloader.torch").DataLoader(range(8), **options)
+
+
+def dealt_by_torch() -> Any:
+    return require("torch.utils.data").DistributedSampler(range(8), 2, 1)
+
+
+UNDEALT = {
+    "indices": lambda: Loader(range(8), num_workers=0),
+    "shuffled": lambda: Loader(range(8), batch_size=2, shuffle=True, num_workers=0),
+    "sampler": lambda: Loader(Echo(), BatchSampler(8, 2), num_workers=0),
+    "two samplers": lambda: Loader(Echo(), BatchSampler(BatchSampler(8, None), 2), num_workers=0),
+    "thread": lambda: Loader(range(8), executor="thread"),
+    "torch": of_torch,
+    "torch, shuffled": lambda: of_torch(batch_size=2, shuffle=True),
+}
+"""Loaders whose ranks all get the same."""
+
+DEALT = {
+    "by ours": lambda: Loader(Echo(), BatchSampler(8, 2, rank=1, world_size=2), num_workers=0),
+    "below ours": lambda: Loader(
+        Echo(), BatchSampler(BatchSampler(8, None, rank=1, world_size=2), 2), num_workers=0
+    ),
+    "a list": lambda: Loader(range(8), [1, 3], num_workers=0),
+    "by the user": lambda: Loader(range(8), OfThisRank(), num_workers=0),
+    "a stream": lambda: Loader(Numbers(8), num_workers=0),
+    "by torch": lambda: of_torch(sampler=dealt_by_torch()),
+    "by torch, in ours": lambda: Loader(Echo(), BatchSampler(dealt_by_torch(), 2), num_workers=0),
+    "torch, by the user": lambda: of_torch(sampler=OfThisRank()),
+}
+"""Loaders whose ranks may get others each."""
+
+
+@pytest.fixture(params=["variables", "torch"])
+def two_ranks(request, monkeypatch):
+    """Has this process be one of two."""
+    if request.param == "variables":
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        return
+    distributed = require("torch.distributed")
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda *group: 1)
+    monkeypatch.setattr(distributed, "get_world_size", lambda *group: 2)
+
+
+@pytest.mark.parametrize("kind", UNDEALT)
+def test_ranks_that_get_the_same_batches_are_told_once(kind, two_ranks, caplog):
+    for _ in range(2):
+        loader = UNDEALT[kind]()
+        assert list(loader)
+        assert list(loader)
+        loader.close()
+    (said,) = caplog.messages
+    assert said.startswith("there are 2 ranks, but no sampler deals the epoch out to them")
+
+
+@pytest.mark.parametrize("kind", DEALT)
+def test_nothing_is_said_of_ranks_where_they_may_have_their_parts(kind, two_ranks, caplog):
+    with DEALT[kind]() as loader:
+        assert list(loader)
+    assert caplog.messages == []
+
+
+def test_nothing_is_said_of_ranks_where_accelerate_reads(two_ranks, caplog):
+    """With dispatch_batches one rank reads for all of them; here its module is what asks."""
+    names = {"__name__": "accelerate.data_loader", "loader": of_torch(batch_size=2)}
+    assert len(eval("list(loader)", names)) == 4
+    assert caplog.messages == []
+
+
+def test_nothing_is_said_of_ranks_where_there_is_one(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert list(Loader(range(2), num_workers=0)) == [0, 1]
+    assert caplog.messages == []
+
+
+def test_what_is_said_of_ranks_can_be_silenced(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    caplog.set_level("ERROR", "minloader.ranks")
+    assert list(Loader(range(2), num_workers=0)) == [0, 1]
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ def test_a_stream_that_names_no_rank_has_that_of_the_process(way, monkeypatch):
         distributed = pytest.importorskip("torch.distributed")
         monkeypatch.setattr(distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(distributed, "get_rank", lambda *group: 1)
+        monkeypatch.setattr(distributed, "get_world_size", lambda *group: 2)
     with Loader(Plain(), transform=told_rank, num_workers=0) as loader:
         assert set(loader) == {1}
     with Loader(told_rank, range(3), num_workers=0) as loader:
@@ -428,6 +429,7 @@ def test_ranks_of_the_drop_in_draw_other_numbers(kind, workers, monkeypatch):
             else:
                 monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
                 monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+                monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
             loader = DataLoader(stream, batch_size=2, num_workers=workers)
         drawn.append({float(value) for batch in loader for value in batch})
         loader.close()

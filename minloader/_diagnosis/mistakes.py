@@ -84,16 +84,6 @@ def check_frame(dataset: Any) -> None:
         )
 
 
-def report_ranks() -> None:
-    """Say in the log that all ranks get the same batches."""
-    logger.warning(
-        "this process is one of several ranks, but the sampler deals out to none: each rank gets "
-        "all batches, the same as the others; give a sampler of minloader's rank and world_size, "
-        "or torch's DistributedSampler, unless the dataset is one rank's part, or each rank is to "
-        "have all, as for a validation; said once"
-    )
-
-
 def report_left(epoch: int, until: int) -> None:
     """Say in the log that an epoch counts which was begun, and left."""
     logger.warning(

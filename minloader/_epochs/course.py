@@ -34,6 +34,7 @@ from minloader._memory.pickling import pack
 from minloader._pools.interrupts import Interrupts, interrupts_held
 from minloader._protocols import is_stateful
 from minloader._sampling.base import Sampler
+from minloader._sampling.ranks import dealer_of_process
 from minloader._sampling.reader import SourceState
 
 
@@ -204,6 +205,10 @@ class Course:
         shared = self.shared
         shared.check_open()
         shared.group.tidy()
+        if dealer_of_process().ranks > 1:
+            from minloader._diagnosis.undealt import look_at_ranks
+
+            look_at_ranks(self.source.items)
         former = self.cursor.epoch
         follows = [] if former is None else former.passes_to_follow()
         epoch = Epoch(shared, self.source, self._begins_at(), interrupts, follows)

@@ -1,0 +1,45 @@
+"""What is said where there are several ranks, and nobody deals the samples out to them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import FrameType
+from typing import Any
+
+from minloader._formats import is_news
+from minloader._sampling.ranks import dealer_of, dealer_of_process, with_inner
+
+logger = logging.getLogger("minloader.ranks")
+logger.addFilter(is_news)  # the filter of its parent sees none of its lines
+
+
+def look_at_ranks(sampler: Any) -> None:
+    """Say in the log if all ranks get the same batches, as far as that can be told.
+
+    Nothing is known of lists and of what users write: they may be of one rank.
+
+    Args:
+        sampler: of the epoch that begins.
+    """
+    found = with_inner(sampler)
+    if dealer_of(sampler).by is not None or _is_read_by_accelerate():
+        return
+    if any(type(each).__module__.split(".")[0] not in ("minloader", "torch") for each in found):
+        return
+    logger.warning(
+        "there are %d ranks, but no sampler deals the epoch out to them, so that each gets the "
+        "same batches, unless it has a dataset of its own; give a sampler of minloader's with "
+        "rank=... and world_size=..., such as BatchSampler, or else torch's DistributedSampler; "
+        "where it is meant so, write "
+        'logging.getLogger("minloader.ranks").setLevel("ERROR"); said once',
+        dealer_of_process().ranks,
+    )
+
+
+def _is_read_by_accelerate() -> bool:
+    """Whether Accelerate asks for batches: with dispatch_batches one rank reads for all."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != "accelerate.data_loader":
+        frame = frame.f_back
+    return frame is not None
