@@ -350,7 +350,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._loader: _Loader | None = None
         self._former: list[_Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
-        # The numbers of their epochs that samplers and stream showed when a state was loaded.
+        # The numbers that samplers and stream showed when a state from within an epoch was loaded.
         self._numbers_loaded: list[int | None] = []
         self._left_out = 0  # batches, by skip, before there was a loader
         self._closed = False
@@ -464,7 +464,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
 
         Trainers do so if all batches of the state's epoch were delivered.
         """
-        if self._loader is None or not self._is_resumed or not self._start_of(self._number).begun:
+        if self._loader is None or not self._is_resumed:
             return
         for epoch, loaded in zip(self._numbers, self._numbers_loaded, strict=False):
             if epoch is None or loaded is None or epoch == loaded:
@@ -713,7 +713,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         for each in self._former:
             each.supersede()
         order.starts = {loader.epoch: start}
-        self._numbers_loaded = self._numbers
+        self._numbers_loaded = self._numbers if start.begun else []
 
     def _put_stream_back(self, state: Mapping[str, Any]) -> None:
         """Put a stream that is told its epochs, and read here, to a state from between two."""

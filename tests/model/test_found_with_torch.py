@@ -58,6 +58,12 @@ def test_an_alarm_where_the_epoch_before_was_left():
     assert press("rolling", 2, steps, 37, "an alarm", f"{OURS}/_epochs", n=7) > 0
 
 
+def test_an_alarm_as_another_epoch_begins_than_that_of_a_state():
+    """Its batches draw the same numbers: it is no epoch behind that of the state."""
+    steps = "note; begin 1; take 1; load 0; begin 1"
+    assert press("dynamic", 0, steps, 5, "an alarm", f"{OURS}/_epochs") > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESSED)
 @pytest.mark.parametrize("kind", QUICK)
