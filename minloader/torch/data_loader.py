@@ -350,8 +350,9 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self._loader: _Loader | None = None
         self._former: list[_Loader] = []  # of iterators that were begun before, and are in use
         self._made_with: list[Any] = []  # settings of the loader
-        # The numbers that samplers and stream showed when a state from within an epoch was loaded.
-        self._numbers_loaded: list[int | None] = []
+        # By the loader's number of an epoch: those that samplers and stream showed as a state from
+        # within it was loaded.
+        self._numbers_loaded: dict[int, list[int | None]] = {}
         self._left_out = 0  # batches, by skip, before there was a loader
         self._closed = False
         self._rests = False  # whether iterators that begin give nothing
@@ -466,7 +467,8 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         """
         if self._loader is None or not self._is_resumed:
             return
-        for epoch, loaded in zip(self._numbers, self._numbers_loaded, strict=False):
+        numbers_loaded = self._numbers_loaded.get(self._number, [])
+        for epoch, loaded in zip(self._numbers, numbers_loaded, strict=False):
             if epoch is None or loaded is None or epoch == loaded:
                 continue
             if epoch < loaded:
@@ -713,7 +715,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         for each in self._former:
             each.supersede()
         order.starts = {loader.epoch: start}
-        self._numbers_loaded = self._numbers if start.begun else []
+        self._numbers_loaded = {loader.epoch: self._numbers} if start.begun else {}
 
     def _put_stream_back(self, state: Mapping[str, Any]) -> None:
         """Put a stream that is told its epochs, and read here, to a state from between two."""
