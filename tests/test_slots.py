@@ -49,7 +49,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
-from minloader import Loader, TransportError, collate, pack_collate, pad_collate
+from minloader import Loader, TransportError, _formats, collate, pack_collate, pad_collate
 from minloader._diagnosis.inspect import inspect
 from minloader._foreign import worker as foreign
 from minloader._memory import files, slot_writer, slots
@@ -57,8 +57,8 @@ from minloader._memory.files import ALIGN, LARGE
 from minloader._memory.pickling import BatchPacker, pack, unpack_batch
 from minloader._memory.slot_writer import NoSlot, SlotWriter, empty
 from minloader._memory.slots import Slots
-from minloader._worker import logs, start
 from minloader._worker import run as worker
+from minloader._worker import start
 from minloader._worker.environment import PackingEnvironment
 from minloader._worker.messages import Failure, Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
@@ -583,7 +583,7 @@ def test_the_number_that_is_told_is_enough(caplog):
     """And with less, batches do not lie in parts in slots that are too small for any of them."""
 
     def overflowed(shared_memory: int) -> int:
-        logs.said.clear()
+        _formats.said.clear()
         with Loader(in_parts, range(40), num_workers=2, shared_memory=shared_memory) as loader:
             for n, batch in enumerate(loader):
                 assert all((part == n).all() for part in batch)
