@@ -30,6 +30,7 @@ from interrupts import (
     SHARD_FEEDS,
     TESTS,
     Outcome,
+    TimeLimit,
     Within,
     at_each_step,
     drops_errors,
@@ -1223,3 +1224,25 @@ def test_a_length_of_several_epochs_that_is_not_known(dataset, sampler, error):
             len(loader.epochs(2))
         with pytest.raises(TypeError, match=r"goes on for ever; give n, or until"):
             len(loader.epochs())
+
+
+class NeverOpened:
+    """A stream that fails as it is opened."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise OSError("no such file")
+
+
+def next_behind_an_alarm(batches: Iterator[Any], place: int) -> Any:
+    outcome = interrupted(partial(next, batches, None), place, OURS, TimeLimit)
+    return next(batches, None) if outcome.interrupted else outcome.value
+
+
+@pytest.mark.parametrize(("num_workers", "executor"), [(0, "process"), (1, "thread")])
+def test_an_error_of_opening_a_stream_is_not_lost_with_an_alarm(num_workers, executor):
+    """The reply that had it may be forgotten: what is asked again is no epoch that is over."""
+    for place in range(0, 700, 31):
+        with Loader(NeverOpened(), num_workers=num_workers, executor=executor) as loader:
+            batches = iter(loader)
+            with pytest.raises(OSError, match="no such file"):
+                next_behind_an_alarm(batches, place)

@@ -499,6 +499,26 @@ def test_samples_that_differ_when_read_again_are_noticed(tmp_path):
         assert errors
 
 
+def test_a_stream_that_is_another_one_is_told_again_to_who_asks_again():
+    """The first reply may have been forgotten with what broke in: it is no end."""
+    shard = Shard(
+        id=0,
+        total=1,
+        first=2,
+        at=0,
+        state=None,
+        check=(1, fingerprint([99])),
+        pass_number=1,
+        follows=None,
+    )
+    job = Job(Numbers(10), options=JobOptions(is_stream=True))
+    worker = make_worker(job, WorkerInfo(0, 1, os.getpid(), 0), Environment())
+    for _ in range(2):
+        reply = worker.run(TaskMessage(2, 0, [0] * 4, shard=shard))
+        (failure,) = reply.outcomes
+        assert "has given other samples when shard 0 was read again" in failure.summary
+
+
 @pytest.mark.parametrize(
     ("stream", "known", "error"),
     [

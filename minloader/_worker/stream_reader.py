@@ -227,7 +227,9 @@ class ShardReader(Reader):
         if self.is_torn:
             return not self.source.can_begin_again  # then it says so
         if self.is_ended:
-            return self.next <= first
+            # What has failed as it was opened is opened again: nobody may have had that error.
+            has_failed = self.iterator is None or self.is_other
+            return self.next <= first and not has_failed
         is_unmoved = self.iterator is None or self.source.stands(self.iterator, self.pass_number)
         return self.next == first and is_unmoved
 
