@@ -434,6 +434,18 @@ FIGURES: dict[str, Any] = {
             "it takes 9 ms a batch; the consumer waited 100 % of the time",
         ),
         (
+            {"time_dataset": 0.9, "bytes": 2_000_000_000},
+            "batches of 20 MB go through a pipe: without shared_memory=False they would not",
+        ),
+        (
+            {"time_dataset": 0.2, "workers_executor": "foreign"},
+            "a batch comes each 10 ms, and 2 ms of work are in it: to hand it over costs the rest",
+        ),
+        (
+            {"time_dataset": 1.9, "workers_count": 1, "workers_computing": 0, "workers_queued": 0},
+            "or minloader.concurrent(dataset), which waits for several samples at once",
+        ),
+        (
             {"time_dataset": 0.2, "errors_replaced": 3},
             "3 workers had to be replaced, which takes time",
         ),
@@ -443,6 +455,15 @@ def test_the_verdict_on_figures(figures, said):
     stats = stats_of(**FIGURES | figures)
     assert said in stats.verdict
     assert stats.workers.count or "idle" not in stats.verdict
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_verdict_advises_nothing_that_is_set_already(in_order):
+    stats = stats_of(**FIGURES, time_dataset=0.2, workers_in_order=in_order)
+    slow = Event("worker 0", "task", 0.0, 0.5, {"count": 1})
+    stats.timeline = Timeline(events=(slow,), began=0.0, taken_at=1.0)
+    assert "so a larger prefetch_factor" in stats.verdict
+    assert ("in_order=False" in stats.verdict) == in_order
 
 
 # --- what the workers did in their time
@@ -621,7 +642,8 @@ def foreign(tasks: int) -> dict[str, Any]:
             spent(0.1, 0.1, 1.8),
             2,
             "90 % of the work was waiting for files, the network or a lock: more workers help "
-            "(num_workers), unless it is a lock",
+            "(num_workers), or minloader.concurrent(dataset), which waits for several samples at "
+            "once, unless it is a lock",
         ),
         (spent(1.2, 0.1, 0.7), 8, "more workers would help (num_workers)"),
         (spent(7.5, 0.1, 0.0), 8, "make it cheaper: there are 8 processors, which it keeps busy"),

@@ -97,6 +97,7 @@ class WorkerStats:
         count: number of workers now.
         concurrency: most reads at the same time in each worker, where the dataset is one of
             :class:`minloader.concurrent`; else 0.
+        in_order: whether batches come in the order of the sampler.
         in_flight: number of tasks under way now.
         chunk_size: most batches that the task sent last may hold.
         started_early: whether ``loader.start()`` was called.
@@ -111,6 +112,7 @@ class WorkerStats:
     executor: str = "process"
     count: int = 0
     concurrency: int = 0
+    in_order: bool = True
     in_flight: int = 0
     chunk_size: int = 1
     started_early: bool = False

@@ -103,6 +103,7 @@ def gather(shared: Shared) -> Stats:
     workers.executor = group.kind
     workers.count = group.num_workers
     workers.concurrency = shared.options.concurrency
+    workers.in_order = shared.options.in_order
     workers.in_flight = group.in_flight
     workers.seconds = dict(sorted(snapshot(counters.worker_seconds.items())))
     memory = memory_stats(snapshot(counters.looks))

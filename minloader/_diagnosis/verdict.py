@@ -8,7 +8,7 @@ import sys
 
 from minloader._diagnosis.figures import PlainStats
 from minloader._diagnosis.processors import processors
-from minloader._formats import counted
+from minloader._formats import counted, format_bytes
 
 IN_WORDS = {
     "dataset": "the dataset",
@@ -23,6 +23,9 @@ LITTLE_WORK = 30e-6
 
 BUSY = 0.8
 """Share of all processors from which on these are busy: the consumer and the system need some."""
+
+LARGE_BATCH = 1_000_000
+"""Bytes of a batch from which on the copies that a pipe makes are felt."""
 
 QUEUED = 0.25
 """Share of the workers' time, waited for a processor, from which on others are in the way."""
@@ -76,6 +79,11 @@ def judge(stats: PlainStats, *, more: bool = True) -> tuple[str, str]:
     if stats.memory.overflowed > stats.batches / 10:
         pipe = "batches go through the pipe, so more shared_memory would help"
         return "transport", f"the consumer {waited}, and {pipe}"
+    is_piped = stats.workers.executor == "process" and not stats.memory.slot_limit
+    if workers and is_piped and stats.bytes > LARGE_BATCH * stats.batches:
+        each = format_bytes(stats.bytes / stats.batches)
+        pipe = f"batches of {each} go through a pipe: without shared_memory=False they would not"
+        return "transport", f"the consumer {waited}, and {pipe}"
     if not workers:
         return stage, f"{limit}: the consumer {waited}; num_workers=1 makes batches meanwhile"
     if busy > 0.6 and times.work > LITTLE_WORK * stats.batches:
@@ -90,6 +98,9 @@ def _speed_up(stats: PlainStats, stage: str, total: float, more: bool) -> str:
     workers = stats.workers
     cpus = processors()
     is_asleep = workers.asleep > 0.5 * workers.measured
+    also = ""
+    if stage == "dataset" and (is_asleep or not workers.measured):
+        also = ", or minloader.concurrent(dataset), which waits for several samples at once"
     if stage == "transport":
         return "make large arrays with collate or minloader.empty, and few small objects"
     if stage == "dataset" and workers.concurrency and (is_asleep or not workers.measured):
@@ -107,7 +118,7 @@ def _speed_up(stats: PlainStats, stage: str, total: float, more: bool) -> str:
     if is_asleep:
         advice = "more workers do not help"
         if more:
-            advice = "more workers help (num_workers), unless it is a lock"
+            advice = f"more workers help (num_workers){also}, unless it is a lock"
         asleep = share(workers.asleep, workers.measured)
         return f"{asleep} of the work was waiting for files, the network or a lock: {advice}"
     there_are = f"there are {cpus} processors" if cpus > 1 else "there is one processor"
@@ -118,10 +129,10 @@ def _speed_up(stats: PlainStats, stage: str, total: float, more: bool) -> str:
     if workers.count < cpus:
         if not more:
             return "other programs may have the processors"
-        return "more workers would help (num_workers)"
+        return f"more workers would help (num_workers){also}"
     waits = ""
     if more and not workers.measured:
-        waits = "; if it waits for files or the network, more workers help (num_workers)"
+        waits = f"; if it waits for files or the network, more workers help (num_workers){also}"
     return f"make it cheaper: {there_are}{waits}{_others(cpus)}"
 
 
@@ -154,11 +165,18 @@ def _keep_busy(stats: PlainStats, total: float, wait: float) -> str:
             "so does waiting for one that hangs: the log says why (timeout, "
             "worker_memory_limit, or they died)"
         )
+    if stats.workers.executor == "foreign" and each > 3 * work:
+        return (
+            f"a batch comes each {format_seconds(each)}, and {format_seconds(work)} of work are in "
+            "it: to hand it over costs the rest, so larger batches would help (batch_size, or the "
+            "sampler)"
+        )
     if stats.slowest > max(3 * work, each):
+        loosely = " or in_order=False" if stats.workers.in_order else ""
         return (
             f"some batches are slow ({format_seconds(stats.slowest)}, against "
             f"{format_seconds(work)} on average) and the others wait for them, so a larger "
-            "prefetch_factor or in_order=False would help"
+            f"prefetch_factor{loosely} would help"
         )
     return "more tasks under way would help (prefetch_factor)"
 
