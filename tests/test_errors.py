@@ -139,6 +139,16 @@ class HoldsLock:
         return item
 
 
+DEEP: Any = threading.Lock()
+for _ in range(40):
+    DEEP = {1: DEEP}
+
+
+class HoldsClient(HoldsLock):
+    def __init__(self) -> None:
+        self.client = DEEP
+
+
 def closure_over(lock: Any) -> Any:
     return lambda samples: (samples, lock)[0]
 
@@ -147,6 +157,11 @@ def closure_over(lock: Any) -> Any:
     ("arguments", "culprit"),
     [
         ({"dataset": HoldsLock()}, r"dataset\.files\[1\]\['handle'\] is a lock"),
+        (
+            {"dataset": HoldsClient()},
+            r"what dataset\.client \(a dict\) has deep inside, at \.\.\.[][1]{40}, is a lock",
+        ),
+        ({"dataset": DEEP}, r"what dataset \(a dict\) has deep inside, at \.\.\.[][1]{40}, is a "),
         (
             {"dataset": Squares(), "transform": HoldsLock().__getitem__},
             r"transform.*\.files\[1\]\['handle'\]",

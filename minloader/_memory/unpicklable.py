@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,9 @@ MOST_PARTS = 100_000
 """How many parts are looked at for the one at fault, a second's work. A dataset may be of millions,
 or make new ones each time."""
 
+
+LONGEST_PATH = 80
+"""Characters of a path that is told whole. A longer one leads through the insides of a library."""
 
 _TAKEN_APART = (
     *(dict, list, tuple, partial),
@@ -104,6 +108,22 @@ def find_unpicklable(
     return path, obj, error
 
 
+def _readable(path: str, obj: Any) -> str:
+    """Return how a part is told: of a long path the first step, the user's own, and the end.
+
+    Args:
+        path: of the part.
+        obj: that the path begins with.
+    """
+    if len(path) <= LONGEST_PATH:
+        return path
+    first = re.match(r"\w+(?:\.(\w+))?", path)
+    assert first is not None
+    own = getattr(obj, first[1] or "", obj)
+    end = path[-LONGEST_PATH // 2 :]
+    return f"what {first[0]} (a {type(own).__qualname__}) has deep inside, at ...{end},"
+
+
 def refusal(job: Any, start_method: str | None, error: Exception) -> Exception | None:
     """Return the error that names what of a job cannot be sent to worker processes.
 
@@ -132,7 +152,7 @@ def refusal(job: Any, start_method: str | None, error: Exception) -> Exception |
         if found is not None:
             path, part, cause = found
             return TypeError(
-                f"{name} cannot be sent to worker processes: {path} is a "
+                f"{name} cannot be sent to worker processes: {_readable(path, value)} is a "
                 f"{type(part).__qualname__} ({cause}); "
                 f"{_advice(part, cause, start_method, otherwise)}"
             )
