@@ -434,9 +434,11 @@ FIGURES: dict[str, Any] = {
             "it takes 9 ms a batch; the consumer waited 100 % of the time",
         ),
         (
-            {"time_dataset": 0.9, "bytes": 2_000_000_000},
+            {"time_dataset": 0.2, "time_transport": 0.9, "bytes": 2_000_000_000},
             "batches of 20 MB go through a pipe: without shared_memory=False they would not",
         ),
+        ({"time_dataset": 0.2, "bytes": 2_000_000_000}, "batches of 20 MB go through a pipe: with"),
+        ({"time_dataset": 1.9, "bytes": 2_000_000_000}, "the dataset is the limit, with 100 %"),
         (
             {"time_dataset": 0.2, "workers_executor": "foreign"},
             "a batch comes each 10 ms, and 2 ms of work are in it: to hand it over costs the rest",

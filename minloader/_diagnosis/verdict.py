@@ -80,7 +80,8 @@ def judge(stats: PlainStats, *, more: bool = True) -> tuple[str, str]:
         pipe = "batches go through the pipe, so more shared_memory would help"
         return "transport", f"the consumer {waited}, and {pipe}"
     is_piped = stats.workers.executor == "process" and not stats.memory.slot_limit
-    if workers and is_piped and stats.bytes > LARGE_BATCH * stats.batches:
+    is_of_pipe = stage == "transport" or busy <= 0.6  # else the workers are at something else
+    if workers and is_piped and is_of_pipe and stats.bytes > LARGE_BATCH * stats.batches:
         each = format_bytes(stats.bytes / stats.batches)
         pipe = f"batches of {each} go through a pipe: without shared_memory=False they would not"
         return "transport", f"the consumer {waited}, and {pipe}"
