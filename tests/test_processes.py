@@ -381,7 +381,8 @@ def test_the_dataset_is_serialized_once_and_not_copied():
         assert Big.serialized == 1
         assert (dataset.array == 1).all()
         pss = [psutil.Process(pid).memory_full_info().pss for pid in pids]
-        assert sum(pss) < 150e6, pss
+        # One copy is 450 MB; the rest depends on who else has the same libraries mapped.
+        assert sum(pss) < 400e6, pss
 
 
 # --- nothing is left ---------------------------------------------------------------------------
