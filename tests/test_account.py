@@ -1182,6 +1182,7 @@ TOTALS: dict[str, Callable[[], Any]] = {
     "with what is left": lambda: BatchSampler(10, 4, last_batch="rollover"),
     "of a mixture": lambda: MixtureSampler([9, 5], [1, 1], batch_size=2, stop="last"),
     "over another": lambda: BatchSampler(Told(7), 3),
+    "over what is left": lambda: BatchSampler(BatchSampler(10, 4, last_batch="rollover"), 2),
     "of others": lambda: Told(5),
     "a list": lambda: [1, 2, 3],
 }

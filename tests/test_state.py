@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -261,6 +262,28 @@ def test_what_of_a_state_differs_is_named(here, then, found):
     words = differences(here, then)
     assert len(words) == len(found)
     assert all(word.startswith(begin) for word, begin in zip(words, found, strict=True))
+
+
+class Interrupting:
+    """What is rung for as it is compared."""
+
+    def __eq__(self, other: object) -> bool:
+        signal.raise_signal(signal.SIGALRM)
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_alarm_as_states_are_compared_is_no_difference():
+    def ring(signum: int, frame: Any) -> None:
+        raise TimeoutError
+
+    former = signal.signal(signal.SIGALRM, ring)
+    try:
+        with pytest.raises(TimeoutError):
+            differences([Interrupting()], [Interrupting()])
+    finally:
+        signal.signal(signal.SIGALRM, former)
 
 
 def test_a_sampler_without_a_state_at_its_end(monkeypatch):

@@ -99,12 +99,13 @@ def _speed_up(stats: PlainStats, stage: str, total: float, more: bool) -> str:
     workers = stats.workers
     cpus = processors()
     is_asleep = workers.asleep > 0.5 * workers.measured
+    may_wait = stage == "dataset" and (is_asleep or not workers.measured)
     also = ""
-    if stage == "dataset" and (is_asleep or not workers.measured):
+    if may_wait:
         also = ", or minloader.concurrent(dataset), which waits for several samples at once"
     if stage == "transport":
         return "make large arrays with collate or minloader.empty, and few small objects"
-    if stage == "dataset" and workers.concurrency and (is_asleep or not workers.measured):
+    if may_wait and workers.concurrency:
         limit = workers.concurrency
         return f"a larger limit of minloader.concurrent would help ({limit} now)"
     if workers.executor == "foreign":

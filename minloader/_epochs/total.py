@@ -9,6 +9,7 @@ from typing import Any
 from minloader._epochs.course import Course
 from minloader._formats import brief_repr
 from minloader._protocols import has_epochs
+from minloader._sampling.ranks import with_inner
 
 
 def total_length(course: Course, left: int | None, until: int | None) -> int:
@@ -45,7 +46,7 @@ def total_length(course: Course, left: int | None, until: int | None) -> int:
 
 def _length_of_all(sampler: Any, first: int, numbers: range) -> int:
     """Return how many batches a sampler has in some epochs, behind a first one."""
-    if getattr(sampler, "last_batch", "") != "rollover":
+    if not any(getattr(each, "last_batch", "") == "rollover" for each in with_inner(sampler)):
         return sum(_length(sampler, number) for number in numbers)
     _read(sampler, first)
     return sum(_read(sampler, number) for number in numbers)
