@@ -126,6 +126,15 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "dataset",
         {},
     ),
+    "long": (
+        "transform is the limit, with 100 % of the work: all 128 workers were busy 100 %, the "
+        "consumer waited 100 % of the time; 100 % of the work was waiting for a processor, which "
+        "other workers, the consumer or other programs have: num_workers=16 would do; the machine "
+        "has 128, of which this process may use 16 (its CPU affinity, or the limit of its "
+        "container or job)",
+        "transform",
+        {"stages": (0.004, 0.03, 0.004, 0.001)},
+    ),
     "sampler": (
         "The sampler is the limit: it takes 12 ms a batch; the consumer waited 93 % of the time, "
         "the workers were idle 76 %",
