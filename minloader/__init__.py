@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from minloader._prefetch import prefetch as prefetch
     from minloader._sampling.batch import BatchSampler as BatchSampler
     from minloader._sampling.collate import Packed as Packed
-    from minloader._sampling.collate import Padded as Padded
     from minloader._sampling.collate import collate as collate
     from minloader._sampling.collate import pack_collate as pack_collate
-    from minloader._sampling.collate import pad_collate as pad_collate
     from minloader._sampling.concatenated import Concatenated as Concatenated
     from minloader._sampling.dynamic import DynamicBatchSampler as DynamicBatchSampler
     from minloader._sampling.mixture import MixtureSampler as MixtureSampler
     from minloader._sampling.packed import PackedBatchSampler as PackedBatchSampler
+    from minloader._sampling.padding import Padded as Padded
+    from minloader._sampling.padding import pad_collate as pad_collate
     from minloader._sampling.sliced import sliced as sliced
     from minloader._worker.concurrent import concurrent as concurrent
     from minloader._worker.current import get_worker_info as get_worker_info
@@ -57,11 +57,12 @@ _MODULES = {
     "_memory.slot_writer": "empty",
     "_prefetch": "prefetch",
     "_sampling.batch": "BatchSampler",
-    "_sampling.collate": "Packed Padded collate pack_collate pad_collate",
+    "_sampling.collate": "Packed collate pack_collate",
     "_sampling.concatenated": "Concatenated",
     "_sampling.dynamic": "DynamicBatchSampler",
     "_sampling.mixture": "MixtureSampler",
     "_sampling.packed": "PackedBatchSampler",
+    "_sampling.padding": "Padded pad_collate",
     "_sampling.sliced": "sliced",
     "_worker.concurrent": "concurrent",
     "_worker.current": "get_worker_info",

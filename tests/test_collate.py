@@ -383,9 +383,57 @@ def test_padding_does_not_change_the_samples():
 
 
 def test_pad_collate_travels():
-    pad = pickle.loads(pickle.dumps(pad_collate(value=7, multiple_of=3)))
-    assert pad == pad_collate(7, 3)
-    assert_padded(pad([[1]]), [[1, 7, 7]], [1])
+    for pad in (pad_collate(value=7, multiple_of=3), pad_collate({0: 7}, multiple_of={0: 3})):
+        copy = pickle.loads(pickle.dumps(pad))
+        assert copy == pad
+        assert_padded(copy([([1],)])[0], [[1, 7, 7]], [1])
+
+
+LABELLED = [
+    {"ids": [1, 2], "labels": {"a": [3]}, "k": 0},
+    {"ids": [4], "labels": {"a": []}, "k": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("pad", "ids", "labels"),
+    [
+        (pad_collate(), [[1, 2], [4, 0]], [[3], [0]]),
+        (pad_collate({"labels": -100}), [[1, 2], [4, 0]], [[3], [-100]]),
+        (pad_collate({"ids": 9}, 2, "left"), [[1, 2], [9, 4]], [[0, 3], [0, 0]]),
+        (pad_collate(-1, {"labels": 2}, {"ids": "left"}), [[1, 2], [-1, 4]], [[3, -1], [-1, -1]]),
+        (pad_collate(5, axis={"ids": -1}), [[1, 2], [4, 5]], [[3], [5]]),
+    ],
+)  # fmt: skip
+def test_parts_are_padded_as_they_are_named(pad, ids, labels):
+    batch = pad(LABELLED)
+    assert_padded(batch["ids"], ids, [2, 1])
+    assert_padded(batch["labels"]["a"], labels, [1, 0])
+    assert_array(batch["k"], [0, 1], "i8")
+
+
+@invariant
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    others=st.lists(st.integers(0, 3), max_size=2),
+    side=st.sampled_from(["left", "right"]),
+    data=st.data(),
+)
+def test_any_axis_is_padded_on_either_side(lengths, others, side, data):
+    axis = data.draw(st.integers(-len(others) - 1, len(others)))
+    at = axis % (len(others) + 1)
+    rng = np.random.default_rng(0)
+    samples = [rng.random((*others[:at], length, *others[at:])) for length in lengths]
+    batch = pad_collate(-1, multiple_of=2, side=side, axis=axis)(samples)
+    longest = max(lengths) + max(lengths) % 2
+    assert batch.values.shape == (len(lengths), *others[:at], longest, *others[at:])
+    assert batch.lengths.tolist() == lengths
+    for row, sample in zip(batch.values, samples, strict=True):
+        if side == "left":
+            row, sample = np.flip(row, at), np.flip(sample, at)
+        length = sample.shape[at]
+        assert_array_equal(row.take(range(length), at), sample, strict=True)
+        assert (row.take(range(length, longest), at) == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -400,6 +448,40 @@ def test_pad_collate_travels():
 def test_what_cannot_be_padded(samples, message):
     with pytest.raises(ValueError, match=message):
         pad_collate()(samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "samples", "message"),
+    [
+        ({"value": {"label": -100}}, LABELLED, "value names 'label', which is no part .*'labels'"),
+        ({"side": {2: "left"}}, [([1], 0)], r"side names 2, which is no part .*\[0, 1\]"),
+        ({"value": {"x": 1}}, [[[1], 2]], r"value names 'x'.*\[0, 1\]"),
+        ({"value": {"x": 1}}, [np.ones(2)], "value names 'x'.* no parts"),
+        ({"axis": 1}, [{"x": np.ones((2, 3)), "y": np.ones(2)}], r"axis=1, .*'y'.*axis=\{"),
+        ({"axis": 1}, [np.ones((2, 3)), np.ones((3, 3))], r"\(2, 3\), \(3, 3\).*another axis"),
+        ({"axis": -1}, [np.ones((2, 3)), np.ones(3)], r"\(2, 3\), \(3,\).*another axis"),
+        ({"value": {"ids": 0.5}}, LABELLED, r"value=0.5 cannot pad sample\['ids'\]"),
+    ],
+)
+def test_what_cannot_be_padded_so(options, samples, message):
+    with pytest.raises(ValueError, match=message):
+        pad_collate(**options)(samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"side": "both"}, ValueError, "side must be .*'right'.*'both'"),
+        ({"side": {"x": None}}, (TypeError, ValueError), r"side\['x'\] must be"),
+        ({"axis": 1.5}, TypeError, "axis must be an int"),
+        ({"axis": {"x": "1"}}, TypeError, r"axis\['x'\] must be an int"),
+        ({"axis": 99}, ValueError, "axis must be at most"),
+        ({"multiple_of": {"x": 0}}, ValueError, r"multiple_of\['x'\] must be at least 1"),
+    ],
+)
+def test_impossible_paddings(options, error, message):
+    with pytest.raises(error, match=message):
+        pad_collate(**options)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Make one batch of samples: they are stacked, padded first, or share rows without padding.
+"""Make one batch of samples: they are stacked, or share rows without padding.
 
-All run where the batch is made, normally in a worker process, and write the arrays of the batch
+Both run where the batch is made, normally in a worker process, and write the arrays of the batch
 directly into the shared memory that it travels in (:func:`minloader.empty`).
 """
 
@@ -20,18 +20,6 @@ from minloader._formats import brief_repr
 from minloader._memory.slot_writer import empty
 from minloader._protocols import is_array_like
 from minloader._sampling.walk import DEEPER, plain_container, walk
-
-
-class Padded(NamedTuple):
-    """Sequences of different lengths as one array.
-
-    Attributes:
-        values: array of shape ``(n, longest, ...)``: one row for each sequence, padded.
-        lengths: array of shape ``(n,)``, int64: number of entries of each row that are no padding.
-    """
-
-    values: NDArray[Any]
-    lengths: NDArray[np.int64]
 
 
 class Packed(NamedTuple):
@@ -78,47 +66,7 @@ def collate(samples: Sequence[Any]) -> Any:
         TypeError: a sample is of a type that cannot be stacked, or is None; or stacking would lose
             a unit, or join tables whose columns are not the same.
     """
-    return _join(samples)
-
-
-@dataclass(frozen=True)
-class pad_collate:  # noqa: N801  # used as a function, like collate
-    """A ``collate_fn`` that pads sequences along their first axis to the longest of the batch.
-
-    ``collate_fn=pad_collate()`` runs where the batch is made, normally in a worker process. Every
-    array of at least one dimension, and every list of numbers, becomes a :class:`Padded` pair:
-    ``values`` of shape ``(n, longest, ...)`` and ``lengths`` of shape ``(n,)``. All else is
-    collated as by :func:`collate`.
-
-    Args:
-        value: what to pad with. The type of the arrays must be able to hold it.
-        multiple_of: the padded length is rounded up to a multiple of this number of entries.
-
-    Raises:
-        TypeError, ValueError: ``multiple_of`` is not an int, or below 1. When called, also: the
-            sequences differ in more than their first axis, or cannot hold ``value``; and whatever
-            :func:`collate` raises.
-    """
-
-    value: Any = 0
-    multiple_of: int = 1
-
-    def __post_init__(self) -> None:
-        _refuse_samples("pad_collate", self.value)
-        object.__setattr__(self, "multiple_of", checked_int("multiple_of", self.multiple_of, 1))
-
-    def __call__(self, samples: Sequence[Any]) -> Any:
-        return _join(samples, self._pad)
-
-    def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
-        dtype = _common_dtype("pad_collate", arrays, path, self.value)
-        lengths = np.array([len(array) for array in arrays], dtype=np.int64)
-        longest = -(-int(lengths.max()) // self.multiple_of) * self.multiple_of
-        values = empty((len(arrays), longest, *arrays[0].shape[1:]), dtype)
-        values[...] = self.value
-        for row, array in zip(values, arrays, strict=True):
-            row[: len(array)] = array
-        return Padded(values, lengths)
+    return join(samples)
 
 
 @dataclass(frozen=True)
@@ -153,7 +101,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
     value: Any = 0
 
     def __post_init__(self) -> None:
-        _refuse_samples("pack_collate", self.capacity)
+        refuse_samples("pack_collate", self.capacity)
         if self.capacity is not None:
             object.__setattr__(self, "capacity", checked_int("capacity", self.capacity, 1))
         if self.rows is not None:
@@ -165,7 +113,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
         layouts: dict[tuple[int, ...], Any] = {}
 
         def pack(arrays: list[NDArray[Any]], path: str) -> Packed:
-            dtype = _common_dtype("pack_collate", arrays, path, self.value)
+            dtype = common_dtype("pack_collate", arrays, path, self.value)
             lengths = tuple(map(len, arrays))
             if layouts and lengths not in layouts and self.capacity is not None:
                 raise ValueError(
@@ -183,7 +131,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
                 flat[start:stop] = next(following) if number else self.value
             return Packed(values, *layout)
 
-        return _join(samples, pack)
+        return join(samples, pack)
 
     def _lay_out(self, lengths: Sequence[int], path: str) -> tuple[Any, ...]:
         """Return where sequences of these lengths lie.
@@ -232,7 +180,7 @@ class pack_collate:  # noqa: N801  # used as a function, like collate
         return spans, segment_ids.reshape(shape), positions.reshape(shape), cu_seqlens
 
 
-def _refuse_samples(name: str, value: Any) -> None:
+def refuse_samples(name: str, value: Any) -> None:
     """Refuse to make a ``collate_fn`` of samples, which are for the ``collate_fn`` to take."""
     if isinstance(value, list | tuple):
         raise TypeError(
@@ -241,21 +189,21 @@ def _refuse_samples(name: str, value: Any) -> None:
         )
 
 
-def _common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) -> np.dtype[Any]:
+def common_dtype(name: str, arrays: list[NDArray[Any]], path: str, value: Any) -> np.dtype[Any]:
     """Return a type that holds sequences and what to pad them with.
 
     Args:
         name: of the function that joins the sequences, for messages.
-        arrays: the sequences.
+        arrays: the sequences, along their first axis.
         path: which part of a sample they are, for messages.
         value: what to pad them with.
 
     Raises:
-        ValueError: they differ in more than their first axis, or cannot hold ``value``.
+        ValueError: they differ in another axis too, or cannot hold ``value``.
     """
     if len({array.shape[1:] for array in arrays}) > 1:
         raise ValueError(
-            f"{name}: {path} has shapes {_shapes(arrays)}, which differ in more than their first "
+            f"{name}: {path} has shapes {shapes(arrays)}, which differ in more than their first "
             "axis, the only one that may differ; bring the others to one size in transform"
         )
     dtype = _type_of_all(arrays, path)
@@ -302,7 +250,7 @@ def numbers_as_array(sample: Any, path: str) -> Any:
     return array
 
 
-def _join(
+def join(
     samples: Sequence[Any], join_sequences: Callable[[list[NDArray[Any]], str], Any] | None = None
 ) -> Any:
     """Return one batch of samples that have the same structure.
@@ -466,7 +414,7 @@ def _is_array(sample: Any) -> bool:
     return is_array_like(sample) or isinstance(sample, Number)
 
 
-def _shapes(arrays: list[NDArray[Any]]) -> str:
+def shapes(arrays: list[NDArray[Any]]) -> str:
     shapes = list(dict.fromkeys(array.shape for array in arrays))
     return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
 
@@ -474,7 +422,7 @@ def _shapes(arrays: list[NDArray[Any]]) -> str:
 def _stack(arrays: list[NDArray[Any]], path: str) -> NDArray[Any]:
     if len({array.shape for array in arrays}) > 1:
         raise ValueError(
-            f"collate: {path} has shapes {_shapes(arrays)}, which cannot be stacked; use "
+            f"collate: {path} has shapes {shapes(arrays)}, which cannot be stacked; use "
             "collate_fn=pad_collate() to pad sequences to the longest"
         )
     batch = empty((len(arrays), *arrays[0].shape), _type_of_all(arrays, path))
