@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self
 from minloader import _arguments as arguments
 from minloader import _protocols as protocols
 from minloader._arguments import checked_int
-from minloader._epochs.counters import Counters
 from minloader._epochs.course import Course
 from minloader._epochs.iterator import Batches, SeveralEpochs
 from minloader._epochs.options import OnError, Options, Shared
@@ -113,13 +112,10 @@ class Loader(Generic[B]):
         worker_memory_limit: bytes of memory of its own past which a worker process is replaced,
             between batches (all workers are, together). Tiny batches then travel one by one. None:
             no limit.
-        trace: file to write a timeline to while the loader lives, see :meth:`trace`. Worker
-            processes then measure what they compute, too, for :attr:`stats`.
 
     Raises:
         TypeError: an argument is of the wrong kind, or cannot be sent to the workers.
         ValueError: an argument has an impossible value, or excludes another.
-        OSError: the file for ``trace`` cannot be written.
     """
 
     _arguments: tuple[dict[str, Any], dict[str, Any]]  # those given, and the defaults
@@ -154,7 +150,6 @@ class Loader(Generic[B]):
         chunks: bool = False,
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
-        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         num_workers = arguments.checked_num_workers(num_workers)
         prefetch_factor = checked_int("prefetch_factor", prefetch_factor, 1)
@@ -173,7 +168,6 @@ class Loader(Generic[B]):
         arguments.check_callable("transform", transform)
         arguments.check_callable("collate_fn", collate_fn)
         arguments.check_callable("worker_init_fn", worker_init_fn)
-
         chunks = arguments.checked_bool("chunks", chunks)
 
         self.dataset = dataset
@@ -232,22 +226,8 @@ class Loader(Generic[B]):
         )
         self._shared = Shared(options, group)
         self._course = Course(self._shared, self.sampler, is_own=sampler is None)
-        self._end = self._finalizer(self._shared.counters)
-        if trace is not None:
-            from minloader._diagnosis.trace import Trace
-            from minloader._worker.processor_time import ProcessorTime  # as the doctor has
-
-            group.plugins.append(ProcessorTime())
-            try:
-                self._shared.counters.file = Trace(trace)
-            except BaseException:
-                self.close()
-                raise
-
-    def _finalizer(self, counters: Counters) -> weakref.finalize[..., Shared]:
-        """Return what ends the workers, and the file of a timeline."""
         # The iterators have it, too: the workers live as long as any of these.
-        return weakref.finalize(self._shared, _finish, self._shared.group, counters)
+        self._end = weakref.finalize(self._shared, group.close)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_made, public = "_end" in vars(self), name[0] != "_"
@@ -513,13 +493,6 @@ def _look_at_shards(num_workers: int, shards: int) -> None:
         from minloader._diagnosis.shard_watch import report_idle_workers
 
         report_idle_workers(num_workers, shards)
-
-
-def _finish(group: PoolGroup, counters: Counters) -> None:
-    try:
-        group.close()
-    finally:
-        counters.end_file()
 
 
 def _group_for(executor: Any) -> type[PoolGroup]:

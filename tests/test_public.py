@@ -207,12 +207,12 @@ HANGING = {
     "_worker.early_reads": "Loader(concurrent(Rows()), [0])",
     "_worker.global_states": "Loader(loaded, [0], seed_generators=True)",
     "_diagnosis.shard_watch": "Loader(Stream(), num_workers=2)",
-    "_worker.processor_time": "Loader(loaded, [0], trace='trace.json')",
+    "_worker.processor_time": "examined()",
     "_worker.long_start": "examined()",
     "_worker.own_generators": "Loader(loaded, [0], seed_generators=True)",
     "_memory.parts": "Loader(loaded, [0], seed_generators=True)",
     "_diagnosis.leaves": "Loader(Stream(), num_workers=2)",
-    "_diagnosis.trace": "Loader(loaded, [0], trace='trace.json')",
+    "_diagnosis.trace": "traced()",
 }
 """What is not of the core, and a loader that has it loaded, here or in the worker."""
 
@@ -235,6 +235,11 @@ def examined():
     from minloader._diagnosis.trials import run
     with Loader(loaded, [0] * 9) as loader:
         run(loader, 0.01, 0.0)
+        return list(loader)
+
+
+def traced():
+    with Loader(loaded, [0]) as loader, loader.trace("trace.json"):
         return list(loader)
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -504,14 +505,13 @@ def test_epochs_are_begun_while_those_of_a_loader_are_walked():
 
 
 @pytest.mark.parametrize("where", [Counters, Trace])
-def test_a_loader_is_closed_while_a_batch_is_counted(where, tmp_path):
+def test_a_trace_ends_while_a_batch_is_counted(where, tmp_path):
     def begin() -> None:
-        counted.file = Trace(tmp_path / "trace")
+        block.enter_context(loader.trace(tmp_path / "trace"))
 
-    counted = Counters()
-    call = partial(counted.record, "consumer", "wait", 0.0, 1.0, {})
-    assert at_each_step(where, call, counted.end_file, begin) > 20
-    counted.end_file()
+    with Loader(range(3), num_workers=0) as loader, ExitStack() as block:
+        call = partial(inspect(loader).counters.record, "consumer", "wait", 0.0, 1.0, {})
+        assert at_each_step(where, call, block.close, begin) > 20
 
 
 def test_num_workers_is_set_while_workers_start(monkeypatch):

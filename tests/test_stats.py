@@ -171,9 +171,9 @@ def test_what_was_done_is_in_the_figures_the_timeline_and_the_trace(make, tmp_pa
 
     def in_order():
         """Whether no other program had the machine in between."""
-        options = {"transform": slow_transform, "collate_fn": slow_collate, "trace": path}
+        options = {"transform": slow_transform, "collate_fn": slow_collate}
         begin = time.perf_counter()
-        with make(Sleepy(6), [[0], [1], [2]], **options) as loader:
+        with make(Sleepy(6), [[0], [1], [2]], **options) as loader, loader.trace(path):
             stats = run(loader)
         check_figures(stats)
         check_timeline(stats, begin, time.perf_counter())
@@ -745,8 +745,6 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(
 ):
     monkeypatch.chdir(tmp_path)
     refused = pytest.raises(error, match=message)
-    with refused:
-        Loader(Squares(), num_workers=0, trace=trace)
     with Loader(Squares(), num_workers=0) as loader, refused, loader.trace(trace):
         pass
 
@@ -754,7 +752,8 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(
 def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
     with (
         caplog.at_level(logging.WARNING, "minloader"),
-        Loader(Squares(6), num_workers=0, trace="/dev/full") as loader,
+        Loader(Squares(6), num_workers=0) as loader,
+        loader.trace("/dev/full"),
     ):
         assert list(loader) == [0, 1, 4, 9, 16, 25]
     assert "the trace /dev/full ends here" in caplog.text
@@ -764,7 +763,7 @@ def test_a_killed_program_leaves_a_trace_up_to_then(tmp_path):
     script = """
 import os, sys
 from minloader import Loader
-with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
+with Loader(lambda n: n, range(10), num_workers=1) as loader, loader.trace(sys.argv[1]):
     for n in loader:
         if n == 5:
             os.kill(os.getpid(), 9)
@@ -778,7 +777,7 @@ with Loader(lambda n: n, range(10), num_workers=1, trace=sys.argv[1]) as loader:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_writes_nothing_into_the_trace(tmp_path):
     path = tmp_path / "run.json"
-    with Loader(Squares(3), num_workers=0, trace=path) as loader:
+    with Loader(Squares(3), num_workers=0) as loader, loader.trace(path):
         list(loader)
         pid = os.fork()
         if pid == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import importlib.util
-import json
 import multiprocessing
 import os
 import pickle
@@ -1537,41 +1536,32 @@ def test_the_epoch_is_told_to_all_who_want_it():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_arguments_of_our_own(num_workers, tmp_path):
+def test_arguments_of_our_own(num_workers):
     options: dict[str, Any] = {"num_workers": num_workers, "transform": zoo.doubled}
     with DataLoader(range(5), 2, **options) as loader:
         assert lists(loader) == [[0, 2], [4, 6], [8]]
         assert (loader.retries, loader.worker_memory_limit) == (1, None)
-    path = tmp_path / "trace.json"
-    options = {"num_workers": num_workers, "max_errors": 0, "trace": path, "shared_memory": False}
+    options = {"num_workers": num_workers, "max_errors": 0, "shared_memory": False}
     with DataLoader(Bad(6, fails=2), 2, **options) as loader:
         batches = iter(loader)
         assert not lies_in_slot(next(batches))
         with pytest.raises(BatchError, match="max_errors=0"):
             next(batches)
         assert loader.stats.memory.slots == 0
-    assert json.loads(path.read_text())
     with DataLoader(Numbers(3), None, transform=zoo.skip_all, **options) as loader:
         assert list(loader) == []
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_figures_and_trace_go_on_with_other_workers(num_workers, tmp_path):
+def test_figures_go_on_with_other_workers(num_workers):
     """Those of a second iterator beside the first, and after an attribute was set."""
-    paths = [tmp_path / "first.json", tmp_path / "second.json"]
     options: dict[str, Any] = {"on_error": "skip", "collate_fn": list}
-    loader = DataLoader(Bad(6, 0), 2, num_workers=num_workers, trace=paths[0], **options)
-    with loader:
+    with DataLoader(Bad(6, 0), 2, num_workers=num_workers, **options) as loader:
         assert list(zip(loader, loader, strict=True)) == [([2, 3],) * 2, ([4, 5],) * 2]
         assert (loader.stats.batches, loader.stats.errors.failed) == (4, 2)
         loader.retries = 3
         assert len(list(loader)) == 2
         assert (loader.stats.batches, loader.stats.errors.failed) == (6, 3)
-        loader.trace = paths[1]
-        assert len(list(loader)) == 2
-        assert (loader.stats.batches, loader.stats.errors.failed) == (8, 4)
-    events = [json.loads(path.read_text()) for path in paths]
-    assert [[each["name"] for each in every].count("task") for every in events] == [9, 3]
 
 
 def test_numbers_of_numpy():

@@ -103,8 +103,8 @@ class WorkerStats:
         started_early: whether ``loader.start()`` was called.
         seconds: that each worker was busy, by worker.
         computing: seconds of processor time that workers took while they made batches, with all
-            programs that they started. This and the next two are sampled, with ``trace=`` and by
-            the doctor, in worker processes where there is ``/proc``; else 0.
+            programs that they started. This and the next two are sampled by the doctor, in worker
+            processes where there is ``/proc``; else 0.
         queued: seconds that workers waited for a processor, with those programs.
         asleep: seconds in which neither was so: workers waited for files, the network, locks.
     """

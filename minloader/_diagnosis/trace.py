@@ -105,8 +105,9 @@ def traced(shared: Shared, path: str | os.PathLike[str]) -> Iterator[None]:
         raise RuntimeError(
             f"a trace is being written to {counters.file.path} already; end that first"
         )
-    counters.file = Trace(path)
+    counters.file = file = Trace(path)
     try:
         yield
     finally:
-        counters.end_file()
+        counters.file = None  # first: another thread may be adding an event
+        file.close()

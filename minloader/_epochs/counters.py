@@ -287,10 +287,3 @@ class Counters:
         file = self.file  # once: another thread may close the loader
         if file is not None:
             file.write(event)
-
-    def end_file(self) -> None:
-        """Complete the file of the timeline, if there is one."""
-        file = self.file
-        self.file = None
-        if file is not None:
-            file.close()

@@ -14,7 +14,6 @@ import functools
 import inspect
 import logging
 import multiprocessing
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +29,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from minloader import _arguments as arguments
 from minloader import _protocols as protocols
 from minloader._arguments import checked_int
-from minloader._epochs.counters import Counters
 from minloader._epochs.course import Cursor
 from minloader._epochs.epoch import AT_HAND, Commit
 from minloader._epochs.iterator import Batches
@@ -40,7 +38,6 @@ from minloader._epochs.task import Delivery
 from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._loader import Loader
-from minloader._pools.interrupts import interrupts_held
 from minloader._pools.processes import ProcessPool
 from minloader._prefetch import Prefetch
 from minloader._protocols import has_epochs, is_read_once
@@ -79,7 +76,7 @@ IterableDataset.register(shuffled)  # also where torch asks
 
 OWN_ARGUMENTS = (
     *("transform", "on_error", "on_sample_error", "max_errors", "retries", "shared_memory"),
-    *("worker_memory_limit", "trace", "seed_generators"),
+    *("worker_memory_limit", "seed_generators"),
 )
 """Arguments that torch's loader has not."""
 
@@ -147,32 +144,12 @@ class _Loader(Loader[Any]):
         batches.course = self._course
         return self._course.begin(batches.interrupts)
 
-    def count_on(self, former: _Loader, trace: Any) -> None:
-        """Count where a former loader does, and write its timeline on, which this one ends then.
-
-        Args:
-            former: its iterators may be in use.
-            trace: file of the timeline; None: there is none.
-        """
+    def count_on(self, former: _Loader) -> None:
+        """Count where a former loader does, whose iterators may be in use."""
         counters = former._shared.counters
         if former.num_workers != self.num_workers:
             counters.former = former.stats.without_events()
-        new_file = self._shared.counters.file
-        with interrupts_held():  # or one would end what the other writes to
-            if counters.file is not None and counters.file.path != trace:
-                counters.end_file()
-            if new_file is not None:
-                counters.file = new_file
-            former._end.detach()
-            former._end = former._finalizer(Counters())  # without a file
-            self._end.detach()
-            self._end = self._finalizer(counters)
-            self._shared.counters = counters
-
-    def is_tracing(self, path: Any) -> bool:
-        """Whether it writes its timeline to a file."""
-        file = self._shared.counters.file
-        return file is not None and file.path == path
+        self._shared.counters = counters
 
     def supersede(self) -> None:
         """Have the iterators that were begun raise an error: a state was loaded."""
@@ -255,7 +232,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             that has more is replaced.
         seed_generators: whether random generators that the dataset, ``transform`` and
             ``collate_fn`` have of their own are seeded for each batch, as the global ones are.
-        trace: file to write a timeline to, from the first batch on.
 
     Raises:
         ValueError: an argument has an impossible value, or excludes another.
@@ -292,7 +268,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         shared_memory: bool | int = True,
         worker_memory_limit: int | None = None,
         seed_generators: bool = False,
-        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(dataset, _PIPES):
             raise NotImplementedError(
@@ -328,7 +303,6 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         self.shared_memory: bool | int = shared_memory
         self.worker_memory_limit: int | None = worker_memory_limit
         self.seed_generators: bool = arguments.checked_bool("seed_generators", seed_generators)
-        self.trace: str | os.PathLike[str] | None = trace
         self._forget()
         self.in_order: bool = arguments.checked_bool("in_order", in_order)
         self.snapshot_every_n_steps: int | None = snapshot_every_n_steps
@@ -395,7 +369,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         else:
             # It is made, and its seed drawn, when the first epoch begins; this one only refuses.
             self._sync_order()
-            self._make(0, None).skip(n)
+            self._make(0).skip(n)
             self._left_out += n
 
     # --- an epoch
@@ -553,17 +527,16 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
                 return former
         in_use = [each for each in self._loaders if each.is_in_use]
         if former is None:
-            made = self._make(self._next_seed(), self.trace)
+            made = self._make(self._next_seed())
             if self._left_out:
                 made.skip(self._left_out)
         else:
-            trace = None if former.is_tracing(self.trace) else self.trace
-            made = self._make(former.seed, trace)
+            made = self._make(former.seed)
             if former.is_resumed:
                 made.load_state_dict(former.state_dict())
             else:
                 made.set_epoch(former.epoch)
-            made.count_on(former, self.trace)
+            made.count_on(former)
         # Without a call in between, and so without Ctrl-C.
         self._made_with = settings
         self._loader = made
@@ -577,7 +550,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         copied.set_state(generator.get_state())
         return draw_seed(copied)
 
-    def _make(self, seed: int, trace: str | os.PathLike[str] | None) -> _Loader:
+    def _make(self, seed: int) -> _Loader:
         workers = self.num_workers
         if self.timeout and not workers:
             raise ValueError(
@@ -593,7 +566,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             "in_order": self.in_order,
             "seed": seed,
         }
-        options |= {name: getattr(self, name) for name in OWN_ARGUMENTS} | {"trace": trace}
+        options |= {name: getattr(self, name) for name in OWN_ARGUMENTS}
         stream = isinstance(self.dataset, IterableDataset)
         if self.batch_sampler is None:
             first = self.transform
@@ -639,7 +612,7 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
         if not self.num_workers:
             self.timeout = 0
         self._order = EpochOrder(self._index_sampler, self.generator)
-        return self._make(0, self.trace)
+        return self._make(0)
 
     # --- state
 
