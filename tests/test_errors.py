@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import signal
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import psutil
 import pytest
 from conftest import alive, eventually, in_a_fork, losses, making, outcomes, workers
 from helpers import Lazily, Numbers, Squares, TwoArguments
+from interrupts import TimeLimit, interrupted
 from trouble import (
     FailsToLoad,
     Frozen,
@@ -33,7 +36,9 @@ from trouble import (
 
 from minloader import (
     BatchError,
+    BatchSampler,
     Loader,
+    SharedList,
     TransportError,
     WorkerDied,
     concurrent,
@@ -44,6 +49,7 @@ from minloader._diagnosis.inspect import inspect
 from minloader._diagnosis.verdict import format_seconds
 from minloader._errors import PACKAGE, breaks_in
 from minloader._formats import format_bytes
+from minloader._memory.cache import pack_entry
 from minloader._worker.environment import InlineEnvironment
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -394,6 +400,25 @@ def test_errors_that_are_no_exceptions_come_once_from_threads(own, concurrently)
             got = outcomes(iter(loader), 9)
     assert got.pop(3).args[0].endswith("CancelledError: of the dataset")
     assert got == [0, 1, 2, 4, 5]
+
+
+def _length_of_epochs() -> int:
+    with Loader(range(9), BatchSampler(9, 2), num_workers=0) as loader:
+        return len(loader.epochs(3))  # type: ignore[arg-type]
+
+
+CALLS: list[Any] = [partial(pack_entry, "a", 0), partial(SharedList, ["a"]), _length_of_epochs]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_time_limit_is_not_taken_for_an_error_of_what_is_packed_or_copied(call):
+    """Another way would be tried then, or another error be raised."""
+    for place in itertools.count():
+        outcome = interrupted(call, place, raises=TimeLimit)
+        assert outcome.reached == outcome.interrupted, outcome.where
+        if not outcome.reached:
+            break
+    assert place > 9
 
 
 @pytest.mark.parametrize(("folder", "is_ours"), [(PACKAGE, True), (f"{PACKAGE}_of_mine", False)])

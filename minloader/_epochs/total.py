@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from minloader._epochs.course import Course
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._protocols import has_epochs
 from minloader._sampling.ranks import with_inner
@@ -67,6 +68,8 @@ def _copied(sampler: Any) -> Any:
     try:
         return copy.deepcopy(sampler)
     except Exception as error:
+        if breaks_in(error):
+            raise
         raise TypeError(
             f"the lengths of later epochs are not known, since the sampler, {brief_repr(sampler)}, "
             f"cannot be copied: {error!r}"

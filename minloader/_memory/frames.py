@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from minloader._errors import breaks_in
 from minloader._memory.reducers import as_it_is
 
 
@@ -18,6 +19,8 @@ def reduce_frame(memory: Any, frame: Any) -> Any:
     try:
         table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
         comes_back = polars.from_arrow(table.slice(0, 0)).schema == frame.schema
-    except Exception:  # no pyarrow, or a type that Arrow does not know
+    except Exception as error:  # no pyarrow, or a type that Arrow does not know
+        if breaks_in(error):
+            raise
         comes_back = False
     return (polars.from_arrow, (table,)) if comes_back else as_it_is(frame)

@@ -223,6 +223,8 @@ class BatchPacker:
             self._pack_batch = pack_batch
             return packed
         except Exception as plain_error:
+            if breaks_in(plain_error):
+                raise
             shorten_notes(plain_error)
             try:
                 # Buffers that were put into the slot already are lost room, until the task ends.

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._memory.pickling import Pickler
 
@@ -49,6 +50,8 @@ class SharedList(Sequence[Any]):
             try:
                 data += self._encode(value)
             except Exception as error:
+                if breaks_in(error):
+                    raise
                 raise TypeError(f"values[{number}] cannot be pickled: {error}") from error
             ends.append(len(data))
         self._data = np.frombuffer(data, np.uint8)
