@@ -437,6 +437,10 @@ def cases() -> dict[str, dict[str, Any]]:
             event("worker 3", "task", 5.0, 0.010, batch=64, count=32, epoch=2),
             event("worker 3", "dataset", 5.0, 0.008),
         ),
+        "early": bare(
+            event("worker 0", "task", -2.0, 1.0),  # the workers were started before
+            event("consumer", "wait", 0.0, 1.0),
+        ),
         "tracks": bare(
             *(
                 event(track, "task", 0.0, 1.0)
@@ -452,7 +456,7 @@ def cases() -> dict[str, dict[str, Any]]:
             *(event("worker 0", "task", n * 1e-6, 5e-7) for n in range(50)),
             *(event("worker 1", "task", n * 0.01, 0.009) for n in range(100)),
         ),
-        "long": bare(
+        "thousands": bare(
             *(event("worker 0", "task", n, 0.5, batch=n, count=1) for n in range(5000)),
             event("worker 0", "died", 1.0, 0.0),
         ),
@@ -517,12 +521,25 @@ def test_hostile_text_is_shown_and_does_nothing(drawn):
         ("stages", "title", "dataset 8 ms\nbatches 64 to 95, epoch 2\nworker 3, at 5 s"),
         ("stages", "text", "64"),
         ("joined", "title", "50 spans:\nother 25 µs"),
-        ("long", "text", "4999"),  # of a long run the end is drawn
+        ("thousands", "text", "4999"),  # of a long run the end is drawn
         ("deaths", "li", "88 more before"),
     ],
 )
 def test_a_page_says(drawn, page, tag, said):
     assert said in drawn[page].said(tag)
+
+
+@pytest.mark.parametrize(
+    ("page", "reach"),
+    [
+        ("waits", "All 5 s"),
+        ("early", "All 3 s"),
+        ("stages", "The last 10 ms of 5.01 s"),  # the events before are not kept
+        ("thousands", "The last 178 s of 5,000 s"),  # nor is all drawn that is kept
+    ],
+)
+def test_how_much_of_a_run_is_drawn_is_told(drawn, page, reach):
+    assert any(text.startswith(f"{reach}, the newest") for text in drawn[page].said("p"))
 
 
 def test_what_is_drawn(drawn):
@@ -535,10 +552,10 @@ def test_what_is_drawn(drawn):
     # Many tiny spans are drawn as few, and neighbours that are too narrow to see are joined.
     assert 20 < len(drawn["crowd"].spans("task")) < 8_000
     assert len(drawn["joined"].spans("task")) == 101
-    assert 100 < len(drawn["long"].all("rect")) < 400
+    assert 100 < len(drawn["thousands"].all("rect")) < 400
     # What has been left out cannot be gone to, but is told.
-    assert not drawn["long"].all("a")
-    assert any("at 1.000 s" in text for text in drawn["long"].said("li"))
+    assert not drawn["thousands"].all("a")
+    assert any("at 1.000 s" in text for text in drawn["thousands"].said("li"))
 
 
 def test_tracks_are_in_order(drawn):
