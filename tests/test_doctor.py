@@ -529,3 +529,23 @@ def test_ctrl_c(tmp_path: Path):
     assert (process.returncode, out) == (130, "")
     assert err == "num_workers=2, prefetch_factor=2\n"
     assert eventually(lambda: not any(worker.is_running() for worker in workers))
+
+
+def test_the_timings_are_printed_before_the_batches_are_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """An error, Ctrl-C or a check that hangs does not take them along."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    shown: list[str] = []
+
+    def check(*arguments: Any, **options: Any) -> None:
+        shown.append(capsys.readouterr().out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(examination, "check_reproducible", check)
+    arguments = ["--workers", "0", "--seconds", "0.2"]
+    assert main([f"{tmp_path / 'train.py'}:make_loader", *arguments]) == 130
+    assert shown[0].startswith("workers")
+    assert "\ncause " in shown[0]

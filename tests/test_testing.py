@@ -40,6 +40,7 @@ from helpers import (
 from minloader import (
     SKIP,
     BatchSampler,
+    BatchTimeout,
     Loader,
     get_worker_info,
 )
@@ -363,6 +364,29 @@ def test_what_a_killed_worker_takes_along(tmp_path):
     assert error.leaf == "batch['first']"
     assert error.epoch == 1 or error.ordinal >= 30
     assert "num_workers=1                   True\n" in str(error)
+
+
+class Locked:
+    """Its workers share a lock, which one has whenever a sample is made."""
+
+    def __init__(self) -> None:
+        self.lock = get_context("spawn").Lock()
+
+    def __getitem__(self, item: int) -> int:
+        with self.lock:
+            threading.Event().wait(0.1)
+        return item
+
+
+@pytest.mark.slow
+def test_a_lock_that_a_killed_worker_keeps(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minloader._diagnosis.audit.PATIENCE", 1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("minloader._arguments.get_context", get_context)  # the lock's own
+        error = failure(lambda: Loader(Locked(), range(8), num_workers=1), workers=(), epochs=1)
+    assert error.run == "a worker killed, num_workers=1"
+    assert isinstance(error.__cause__, BatchTimeout)
+    assert "fcntl.flock" in str(error)
 
 
 def test_an_error_in_one_run_only():

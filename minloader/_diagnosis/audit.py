@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from minloader._arguments import checked_int
 from minloader._diagnosis.inspect import inspect, with_arguments
 from minloader._diagnosis.leaves import Leaf, Leaves, leaves
-from minloader._errors import MinloaderError
+from minloader._errors import BatchTimeout, MinloaderError
 from minloader._formats import brief_repr
 from minloader._loader import Loader
 from minloader._worker.own_generators import find_shared, own_message, states_of
@@ -32,10 +32,15 @@ logger = logging.getLogger("minloader")
 PATIENCE = 10.0
 """Seconds to wait until all workers have started. A worker that is later than that makes no batch,
 so that nothing can be seen of it. One that failed to load the dataset is never ready; its error
-comes with the first batch."""
+comes with the first batch. In the run that kills a worker, a batch may take so much longer than all
+of the reference."""
 
-RETRIES = 9
-"""How often a batch is tried again in the run that kills a worker."""
+LOCKED = (
+    "\nA worker that is killed never lets go of a lock of multiprocessing, or of a queue: others "
+    "wait for it for ever. Lock a file with fcntl.flock, which the system lets go of; or set "
+    "timeout, so that a batch that hangs is an error."
+)
+"""What is said where batches hang since a worker was killed."""
 
 ABSENT = Leaf(b"", "is not there")
 """Stands for a leaf that the other batch has."""
@@ -208,6 +213,7 @@ class Audit:
         self._batches = batches
         self._epochs = epochs
         self._name = ""  # of the reference
+        self._timeout = 0.0  # of the run that kills a worker
         self._reference: dict[tuple[int, int], Leaves] = {}  # as _take gives it, in that order
         self._states: dict[int, bytes] = {}  # by ordinal in epoch 0, from the last run that saves
 
@@ -221,7 +227,9 @@ class Audit:
             reference = AuditRun(f"num_workers={counts[0]}", counts[0])
             self._name = reference.name
             _start(loader, reference)
+            begin = time.monotonic()
             self._reference = dict(self._take(loader, reference))
+            self._timeout = PATIENCE + time.monotonic() - begin
         lengths = [ordinal for (_, ordinal), found in self._reference.items() if found == END]
         if lengths[0] == 0:
             raise ValueError("the loader has no batches in epoch 0: there is nothing to compare")
@@ -278,8 +286,9 @@ class Audit:
 
     def _compare(self, run: AuditRun) -> None:
         """Do a run, until a batch differs from the reference."""
-        # The batch of a worker that is killed must not fail.
-        with self._make(**{"retries": RETRIES} if run.kill >= 0 else {}) as loader:
+        # The batch of a worker that is killed must not fail, nor those that wait for it hang.
+        limits = {"retries": 1, "timeout": self._timeout} if run.kill >= 0 else {}
+        with self._make(**limits) as loader:
             _start(loader, run)
             taken = self._take(loader, run)
             for (epoch, ordinal), expected in self._reference.items():
@@ -299,6 +308,8 @@ class Audit:
                 width = max(len(former), len(run.name))
                 generators = self._own_generators()
                 own = f"\n{own_message(generators)}" if generators else ""
+                if run.kill >= 0 and isinstance(error, BatchTimeout):
+                    own += LOCKED
                 raise IrreproducibleError(
                     f"batch {ordinal} of epoch {epoch} is not the same with {run.name} as with "
                     f"{former}; the first difference is in {path}:\n"

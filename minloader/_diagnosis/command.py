@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minloader._diagnosis.examination import SECONDS, examine
+from minloader._diagnosis.examination import SECONDS, Report, examine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; None: those of this process.
 
     Returns:
-        0, and the report is printed; 1: the loader raised; 130: Ctrl-C.
+        0, and the report is printed; 1: the loader raised; 130: Ctrl-C. What is known by then is
+        printed in any case.
 
     Raises:
         SystemExit: with 2, an argument is wrong.
@@ -44,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if file and (file.is_dir() or not file.parent.is_dir()):
         parser.error(f"--json must be a file in a folder that is there, got {file}")
     sys.argv[1:] = []  # they are not for the user's module, which may look at its own
+    told = partial(print, file=sys.stderr)
     try:
-        report = examine(_find(name), progress=partial(print, file=sys.stderr), **options)
+        report = examine(_find(name), progress=told, timed=_print_timings, **options)
     except NotFoundError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
@@ -55,10 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = Path(__file__).parent.parent in Path(last.filename).parents  # it says all
         traceback.print_exception(error, limit=0 if ours and error.__cause__ is None else None)
         return 1
-    print(report)
+    print(report.lines("reproducible"))
     if file:
         file.write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
     return 0
+
+
+def _print_timings(report: Report) -> None:
+    print(report.timings(), flush=True)  # whatever becomes of the checks
 
 
 class NotFoundError(Exception):

@@ -44,20 +44,26 @@ class Report:
     best: Row
     recommended: str
     cause: str
-    is_reproducible: bool
-    reproducible: str
+    is_reproducible: bool = False
+    reproducible: str = "not checked"
 
     def __str__(self) -> str:
+        return f"{self.timings()}\n{self.lines('reproducible')}"
+
+    def timings(self) -> str:
+        """Return what is known before the batches are checked."""
         table = [HEAD, *(row.cells() for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.rjust, cells, widths)) for cells in table]
         lines[1 + self.rows.index(self.best)] += "  <--"
-        lines.append("")
-        for name in ("recommended", "cause", "reproducible"):
-            text = f"{name:14}{getattr(self, name)}"
-            for part in text.splitlines():
-                lines += textwrap.wrap(part, WIDTH, subsequent_indent=14 * " ")
-        return "\n".join(lines)
+        return "\n".join([*lines, "", self.lines("recommended"), self.lines("cause")])
+
+    def lines(self, name: str) -> str:
+        """Return what the attribute of a name says, behind the name."""
+        text = f"{name:14}{getattr(self, name)}"
+        return "\n".join(
+            textwrap.fill(part, WIDTH, subsequent_indent=14 * " ") for part in text.splitlines()
+        )
 
 
 def examine(
@@ -68,6 +74,7 @@ def examine(
     seconds: float = SECONDS,
     step: float = 0.0,
     progress: Callable[[str], object] = lambda text: None,
+    timed: Callable[[Report], object] = lambda report: None,
 ) -> Report:
     """Run a loader with several settings, one after the other, and report what was found.
 
@@ -85,6 +92,7 @@ def examine(
             times that where there are too few batches to tell how fast it is.
         step: seconds that the consumer sleeps after each batch, as if it trained.
         progress: called with what is done next.
+        timed: called with the report before the batches are checked, which may take a while.
 
     Raises:
         Exception: the loader raised it.
@@ -111,17 +119,13 @@ def examine(
     best = pick([*trials, *others], step)
     if best.row.start_method == "spawn" and best.row.first > LONG_START:
         others.append(attempt(best.row.num_workers, best.row.prefetch_factor, "forkserver"))
-    progress("check_reproducible")
-    is_reproducible, text = _audit(make, counts, best.row, epochs=1 if best.used_up else 2)
     rows = [trial.row for trial in trials + others]
-    return Report(
-        rows=rows,
-        best=best.row,
-        recommended=recommend(rows, best.row),
-        cause=cause(trials, best),
-        is_reproducible=is_reproducible,
-        reproducible=text,
-    )
+    report = Report(rows, best.row, recommend(rows, best.row), cause(trials, best))
+    timed(report)
+    progress("check_reproducible")
+    epochs = 1 if best.used_up else 2
+    report.is_reproducible, report.reproducible = _audit(make, counts, best.row, epochs=epochs)
+    return report
 
 
 def _usual_workers() -> list[int]:
