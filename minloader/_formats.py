@@ -82,12 +82,6 @@ ADVICE = {
 }
 """What to do about errors that say nothing themselves, by the name of their type."""
 
-WHOLE_ITEM = (
-    "when dataset[item] got the whole list, since there is no collate_fn; with "
-    "collate_fn=minloader.collate it gets one index at a time"
-)
-"""Stage of a failure that a list in place of an index may be the reason for."""
-
 
 def refuse_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
     """Say where a debugger can be used; for ``sys.breakpointhook`` in a worker process."""

@@ -527,6 +527,10 @@ def _make_sampler(
     if sampler is not None:
         arguments.check_sampler_alone(batch_size, shuffle, last_batch)
         arguments.check_iterable("sampler", sampler)
+        if protocols.is_array_like(dataset):
+            from minloader._diagnosis.mistakes import check_array
+
+            check_array(dataset, sampler)
         return sampler
     size = arguments.dataset_length(dataset)
     count = _length_of(dataset) if is_here else (lambda: size)

@@ -13,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +29,8 @@ from minloader import (
     BatchSampler,
     Concatenated,
     Loader,
+    MixtureSampler,
+    PackedBatchSampler,
     cached,
     collate,
     get_worker_info,
@@ -319,6 +321,63 @@ def test_what_would_be_a_wrong_batch_is_refused(dataset, items, collate_fn, erro
     loader = Loader(dataset, items, collate_fn=collate_fn, num_workers=0)
     with pytest.raises(error, match=message):
         next(iter(loader))
+
+
+class Wrapped:
+    """A dataset of a user's around another."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+
+IN_A_BATCH = r"(parent|\(pid \d+\))$"  # the note says no more
+PAIRS = MixtureSampler([4, 4], [1, 1], batch_size=4)
+PIECES = PackedBatchSampler([3] * 8, 2, 2, long="split")
+PAIRS_ONE_BY_ONE = MixtureSampler([4, 4], [1, 1], batch_size=None)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sampler", "collate_fn", "advice"),
+    [
+        ([[1, 2, 3]] * 8, PIECES, PIECES.collate(), r"give the loader sliced\(dataset\)"),
+        (dict[int, Any](), PIECES, list, "give the loader sliced"),
+        (Rows(None), PIECES, list, "give the loader sliced"),
+        (list(range(8)), PAIRS, list, r"give the loader Concatenated\(\[...\]\) of these"),
+        (dict.fromkeys(range(8)), PAIRS_ONE_BY_ONE, None, "give the loader Concatenated"),
+        (list(range(8)), [[0, 1]], None, "with collate_fn=minloader.collate it gets one index"),
+        # What is wrong there is another thing.
+        (Concatenated([[1], [2]]), PAIRS, list, IN_A_BATCH),
+        (Wrapped(sliced([])), PIECES, list, IN_A_BATCH),
+        ([], [[0]], list, IN_A_BATCH),
+        (dict[int, int](), [0], None, IN_A_BATCH),
+    ],
+)
+def test_what_was_forgotten_around_a_dataset(anywhere, dataset, sampler, collate_fn, advice):
+    loader = anywhere(dataset, sampler, collate_fn=collate_fn)
+    with pytest.raises((TypeError, LookupError)) as caught:
+        list(loader)
+    (note,) = getattr(caught.value, "__notes__", [str(caught.value)])
+    assert re.search(advice, note)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sampler", "advice"),
+    [
+        ((8, 3, 4), PIECES, r"splits its samples; give the loader sliced\(dataset\)"),
+        ((8, 3), PAIRS, r"array of 8 samples, .* from 2 datasets; give the loader Concatenated"),
+    ],
+)
+def test_an_array_would_take_parts_for_indices_along_its_axes(shape, sampler, advice):
+    with pytest.raises(TypeError, match=advice):
+        Loader(np.zeros(shape), sampler)
+
+
+def test_an_array_may_be_what_a_sampler_draws_from():
+    with Loader(np.arange(8).reshape(2, 4), PAIRS, collate_fn=list, num_workers=0) as loader:
+        assert sorted(chain.from_iterable(loader)) == list(range(8))
 
 
 ARRAY = [1.0, 2.0]

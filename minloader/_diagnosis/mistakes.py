@@ -10,7 +10,11 @@ from typing import Any
 from minloader._formats import brief_repr
 from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
+from minloader._sampling.concatenated import Concatenated
 from minloader._sampling.ranks import ranks_as_text, with_inner
+from minloader._sampling.seeding import Piece
+from minloader._sampling.sliced import sliced
+from minloader._worker.messages import Job
 
 logger = logging.getLogger("minloader")
 
@@ -82,6 +86,53 @@ def check_frame(dataset: Any) -> None:
             f"{brief_repr(list(labels))}, not by 0, 1, 2, ...; give series.to_numpy(), or "
             "series.iloc.__getitem__ with sampler=BatchSampler(len(series), batch_size)"
         )
+
+
+def check_array(dataset: Any, sampler: Any) -> None:
+    """Refuse an array as a dataset for items that it would take as indices along its axes.
+
+    Raises:
+        TypeError: the sampler splits samples, or draws from other parts than the array has.
+    """
+    for each in with_inner(sampler):
+        if getattr(each, "long", "") == "split":
+            raise TypeError(f"dataset is an array, and the sampler splits its samples; {SLICED}")
+        parts = getattr(each, "parts", None)
+        if isinstance(each, Sampler) and parts and len(parts) != len(dataset):
+            raise TypeError(
+                f"dataset is an array of {len(dataset)} samples, and the sampler draws from "
+                f"{len(parts)} datasets; {CONCATENATED}"
+            )
+
+
+SLICED = "give the loader sliced(dataset), unless it takes (index, start, stop) itself"
+CONCATENATED = "give the loader Concatenated([...]) of these, which takes (part, index)"
+
+
+def item_meant(job: Job, item: Any) -> str:
+    """Return in words why a dataset may not have taken an item; "" where nothing is known."""
+    is_list = type(item) is list
+    if is_list and job.collate_fn is None:
+        return (
+            "dataset[item] got the whole list, since there is no collate_fn; with "
+            "collate_fn=minloader.collate it gets one index at a time"
+        )
+    index = item[0] if is_list and item else item
+    is_pair = type(index) is tuple and len(index) == 2
+    if not (is_pair or isinstance(index, Piece)) or _takes_parts(job.dataset):
+        return ""
+    if is_pair:
+        return f"if the sampler draws from several datasets, {CONCATENATED}"
+    return f"the sampler splits samples: {SLICED}"
+
+
+def _takes_parts(dataset: Any) -> bool:
+    """Return whether a dataset, or one that it wraps, takes what samplers of several parts give."""
+    for _ in range(10):
+        if isinstance(dataset, sliced | Concatenated):
+            return True
+        dataset = getattr(dataset, "__dict__", {}).get("dataset")  # as wrappers of ours name it
+    return False
 
 
 def report_left(epoch: int, until: int) -> None:

@@ -159,6 +159,10 @@ class Failures:
                 error, "__cause__", remote
             )  # frozen dataclasses have their own
         advice = ADVICE.get(type(error).__name__, "")
+        if isinstance(error, TypeError | LookupError):
+            from minloader._diagnosis.mistakes import item_meant
+
+            advice = item_meant(self._shared.job, item)
         advice = advice and f" ({advice})"
         # Our own, which does not know yet which batch it is of: a loader's that the dataset reads
         # does.

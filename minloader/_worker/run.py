@@ -23,7 +23,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minloader._errors import BatchError, TransportError
-from minloader._formats import WHOLE_ITEM
 from minloader._memory.pickling import PackedBatch, pack, size_in_band
 from minloader._memory.reducers import arrived
 from minloader._memory.slot_writer import NoSlot
@@ -356,9 +355,7 @@ class ItemWorker(Worker):
                     maker.early_reads = reads
                 made = [self.call(key, maker.fetch, item)]
             except BaseException as error:
-                is_whole = type(item) is list and self.job.collate_fn is None
-                when = WHOLE_ITEM if is_whole and isinstance(error, TypeError) else ""
-                attempt.add(self.failure(error, when, maker.failing))
+                attempt.add(self.failure(error, "", maker.failing))
                 maker.failing = ()
             else:
                 attempt.add(self.pack(made, attempt))
