@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kinds import every_rank
 
-from minloader import BatchSampler, DynamicBatchSampler
+from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, PackedBatchSampler
 from minloader._sampling import windows
 
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
@@ -465,3 +465,25 @@ def test_cost_is_asked_for_once_a_length_and_as_a_number():
     assert len(DynamicBatchSampler(lengths, max_total=4, cost=cost)) == 20
     assert asked == [1.0, 2.0, 3.0]
     assert {type(length) for length in asked} == {float}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (BatchSampler(10, 2), ("BatchSampler(", "n=10,", "batch_size=2,", "last_batch='keep'")),
+        (BatchSampler(list(range(9_999)), 2), ("sampler=[0, 1, 2, 3, 4, 5, ...], n=9999",)),
+        (BatchSampler(iter([[1]]), 2, world_size=4), ("sampler=<list_iter", "world_size=4")),
+        (BatchSampler(BatchSampler(9, 3), 2), ("sampler=<BatchSampler",)),
+        (DynamicBatchSampler([1] * 9_999, 100), ("DynamicBatchSampler(max_total=100", "n=9999")),
+        (PackedBatchSampler([1] * 9_999, 100, 2), ("PackedBatchSampler(capacity=100, rows=2",)),
+        (
+            MixtureSampler([4] * 99, [1] * 99, 2),
+            ("MixtureSampler(", "parts=[4, 4, 4, 4, 4, 4, ...]"),
+        ),
+    ],
+)
+def test_a_sampler_says_briefly_how_it_was_made(sampler, said):
+    text = repr(sampler)
+    assert all(part in text for part in said)
+    assert text.startswith("<")
+    assert len(text) < 250

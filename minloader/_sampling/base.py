@@ -198,6 +198,11 @@ class Sampler(Resettable):
             start = (run.epoch, run.run_state())
         return vars(self) | {"_run": None, "_epoch_start": start}
 
+    def __repr__(self) -> str:
+        shown = {k: v for k, v in vars(self).items() if k[0] != "_" and v is not None}
+        values = [f"{name}={brief_repr(value)}" for name, value in shown.items()]
+        return f"<{type(self).__name__}({', '.join(values)})>"
+
     def __bool__(self) -> bool:
         return True  # whatever its length is, and whether that is known
 
