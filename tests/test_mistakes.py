@@ -5,6 +5,7 @@ from __future__ import annotations
 import bdb
 import copy
 import inspect
+import os
 import pickle
 import re
 import signal
@@ -1049,3 +1050,37 @@ def test_a_loader_is_shown_as_its_stats():
     with Loader(range(3), num_workers=0) as loader:
         list(loader)
         assert loader._repr_html_() == loader.stats._repr_html_()
+
+
+class AsLaunched:
+    """A sampler, or a stream, that asks its launcher which part is its own."""
+
+    def __init__(self, short: int = 0) -> None:
+        self.short = short
+
+    def __iter__(self) -> Iterator[int]:
+        rank = int(os.environ["RANK"])
+        return iter(range(rank, 16 if rank == 0 else 16 - self.short, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((Echo(), AsLaunched()), ValueError, r"rank\? Here is rank 1 of 2"),
+        ((Echo(), AsLaunched(short=12)), ValueError, r"ended after 2; .* Here is rank 1 of 2"),
+        ((AsLaunched(),), RuntimeError, "or is the state that of another rank"),
+    ],
+)
+def test_a_state_of_another_rank_is_told(monkeypatch, arguments, error, message):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with Loader(*arguments, num_workers=0) as loader:
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        state = loader.state_dict()
+    monkeypatch.setenv("RANK", "1")
+    with Loader(*arguments, num_workers=0) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(error, match=message):
+            next(iter(loader))

@@ -11,7 +11,7 @@ from minloader._formats import brief_repr
 from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.concatenated import Concatenated
-from minloader._sampling.ranks import ranks_as_text, with_inner
+from minloader._sampling.ranks import dealer_of_process, ranks_as_text, with_inner
 from minloader._sampling.seeding import Piece
 from minloader._sampling.sliced import sliced
 from minloader._worker.messages import Job
@@ -183,10 +183,13 @@ def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) 
         ordinal: of the item that was compared, or of the sampler's end.
         item: which; of an end, none.
     """
+    _, ranks_here, rank = dealer_of_process()
+    whose = f"; or is it of another rank? Here is rank {rank} of {ranks_here}"
+    whose *= ranks_here > 1
     if not item:
         return ValueError(
             f"the state does not fit: it is at batch {at}, but the sampler has ended after "
-            f"{ordinal}"
+            f"{ordinal}{whose}"
         )
     ranks = ranks_as_text(sampler)
     was_of_ranks = " ranks" in former
@@ -200,7 +203,7 @@ def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) 
         f"the state does not fit: item {ordinal} of the sampler is {brief_repr(item[0])}, but it "
         "was another one when the state was taken; the order must follow from the sampler's "
         "arguments and set_epoch alone, and these be as they were (also seed and number of ranks), "
-        "or the sampler must have state_dict and load_state_dict"
+        f"or the sampler must have state_dict and load_state_dict{whose}"
     )
 
 
