@@ -68,6 +68,18 @@ def test_an_object_that_is_filled_again_is_refused(wrap, workers):
         assert len(list(loader)) == 12
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("wrap", "is_told"), [(lambda array: array, True), (np.copy, False), (np.sum, False)]
+)
+def test_an_object_that_is_filled_again_is_told_in_a_batch(wrap, is_told, workers, caplog):
+    """In the log alone: a stream may give one object several times, and not change it."""
+    options: Any = {"num_workers": workers, "executor": "thread"}
+    with Loader(Refilled(12, wrap), batch_size=4, **options) as loader:
+        list(loader)
+    assert ("yield a new object each time" in caplog.text) == is_told
+
+
 class PlacedReading(Iterator[int]):
     read = 0  # by all of them
 

@@ -266,8 +266,13 @@ class ShardReader(Reader):
         batches = self.take(1)
         if not batches:
             return END
-        self.last_fingerprint = self._fingerprint(batches[0])
-        return batches[0]
+        samples = batches[0]
+        self.last_fingerprint = self._fingerprint(samples)
+        if samples[0] is samples[-1] and hasattr(samples[0], "__setitem__") and len(samples) > 1:
+            from minloader._worker.shuffled import report_refilled
+
+            report_refilled(samples[0])
+        return samples
 
     def pass_over(self, begin_next: Callable[[int], object]) -> None:
         """Begin to read, past what was delivered before.
