@@ -1024,6 +1024,8 @@ def test_what_is_said_of_ranks_can_be_silenced(monkeypatch, caplog):
         (lambda loader: next(iter(loader)), [1, 2], 1),
         (lambda loader: next(loader.epochs(until=3)), [1, 2], 1),
         (list, [1, 2], 0),
+        (lambda loader: list(islice(loader, 2)), [1, 2], 1),
+        (lambda loader: list(islice(loader, 3)), [1, 2], 0),  # though nobody asked for the end
         (lambda loader: (next(iter(loader)), loader.set_epoch(0)), [0, 1, 2], 0),
         (lambda loader: (next(iter(loader)), resume(loader)), [0, 1, 2], 0),
     ],

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from minloader._epochs.epoch import Epoch
 from minloader._formats import brief_repr
 from minloader._protocols import has_epochs, is_stateful
 from minloader._sampling.base import Sampler
@@ -135,15 +136,17 @@ def _takes_parts(dataset: Any) -> bool:
     return False
 
 
-def report_left(epoch: int, until: int) -> None:
-    """Say in the log that an epoch counts which was begun, and left."""
+def report_left(epoch: Epoch, until: int) -> None:
+    """Say in the log that an epoch counts which was begun, and left before its last batch."""
+    if epoch.position().lanes[0].given == epoch.length:
+        return
     logger.warning(
         "epochs(until=%d) begins with epoch %d, since epoch %d was begun and left, if only for a "
         "look at a batch; to begin with that again, call loader.set_epoch(%d) before",
         until,
-        epoch + 1,
-        epoch,
-        epoch,
+        epoch.number + 1,
+        epoch.number,
+        epoch.number,
     )
 
 

@@ -91,13 +91,13 @@ class Course:
         return 0 if cursor.epoch is None else cursor.epoch.number + 1
 
     @property
-    def left(self) -> int | None:
-        """Number of the epoch that was begun, and left, where nobody has said what comes next."""
+    def left(self) -> Epoch | None:
+        """The epoch that was begun, and left, where nobody has said what comes next."""
         cursor = self.cursor
         epoch = cursor.epoch
         if epoch is None or epoch.is_over or cursor.start is not None or cursor.number is not None:
             return None
-        return epoch.number
+        return epoch
 
     def set_number(self, number: int) -> None:
         """Set the number of the next epoch."""
