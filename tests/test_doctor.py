@@ -193,7 +193,7 @@ def trial(
         workers_count=workers,
         **{f"workers_{name}": value for name, value in stats.items()},
     )
-    return trials.Trial(row, counted, None, False)
+    return trials.Trial(row, counted, False)
 
 
 WAITS = {"computing": 0.02, "queued": 0.08, "asleep": 1.9}

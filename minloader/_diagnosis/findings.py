@@ -65,7 +65,6 @@ def cause(trials: list[Trial], best: Trial) -> str:
     few = trials[0].row
     most = max(trials[1:], key=lambda trial: trial.row.rate)
     many = most.row
-    shards = most.shards
     gain = many.rate / few.rate
     useful = min(many.num_workers, max(processors(), few.num_workers + 1))
     if (gain - 1) / (useful / few.num_workers - 1) >= 0.6:
@@ -73,11 +72,6 @@ def cause(trials: list[Trial], best: Trial) -> str:
     text = f"{_workers(many)} make {gain:.1f} times as many batches as {_workers(few)}"
     if not (few.is_steady and many.is_steady):
         return f"{text}, {TOO_FEW}"
-    if shards is not None and shards < many.num_workers:
-        return (
-            f"{text}: each worker reads a shard of the stream, but num_workers was {shards} when "
-            "it was cut into these: let make_loader take num_workers"
-        )
     return f"{text}: {judge(most.stats, more=False)[1]}"
 
 

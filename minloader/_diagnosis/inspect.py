@@ -78,7 +78,6 @@ class Inspection:
         counters: what is counted.
         group: the pools, with all that they are made from.
         executor: the loader's argument: "process", "thread" or the user's executor.
-        shards: number of shards of a stream; None where the dataset is no stream.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -87,7 +86,6 @@ class Inspection:
         self.counters = loader._shared.counters
         self.group = loader._shared.group
         self.executor = self.group.executor
-        self.shards = self._course.shards
 
     @property
     def sampler_used_up(self) -> bool:

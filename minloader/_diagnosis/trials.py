@@ -89,13 +89,11 @@ class Trial(NamedTuple):
     Attributes:
         row: the rates.
         stats: the loader's, of the time that was counted.
-        shards: number of shards of a stream; None where the dataset is no stream.
         used_up: whether the sampler is an iterator, which has served its one epoch.
     """
 
     row: Row
     stats: Stats
-    shards: int | None
     used_up: bool
 
 
@@ -154,7 +152,7 @@ def run(loader: Loader, seconds: float, step: float) -> Trial:
         memory=sum(stats.memory.workers.values()),
         first=after.time.startup,
     )
-    return Trial(row, stats, view.shards, view.sampler_used_up)
+    return Trial(row, stats, view.sampler_used_up)
 
 
 def _batches(loader: Loader, step: float) -> Iterator[int]:
