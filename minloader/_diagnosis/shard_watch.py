@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minloader._diagnosis.leaves import first_leaves
-from minloader._epochs.lane import Lane
-from minloader._epochs.options import Shared
 from minloader._errors import breaks_in
 from minloader._formats import counted
+
+if TYPE_CHECKING:  # a worker that loads this has no epochs
+    from minloader._epochs.lane import Lane
+    from minloader._epochs.options import Shared
 
 logger = logging.getLogger("minloader")
 
@@ -99,4 +101,14 @@ def report_rereading(again: list[int]) -> None:
         "load_state_dict to resume at once",
         counted(sum(again), "batch"),
         counted(sum(map(bool, again)), "shard"),
+    )
+
+
+def report_refilled(sample: Any) -> None:
+    """Say in the log that a batch of a stream has one object several times."""
+    logger.warning(
+        "the stream has yielded one object, of type %s, several times for a batch: if it is filled "
+        "anew each time, all of these are the last one; yield a new object each time, or a copy of "
+        "that one (said once)",
+        type(sample).__name__,
     )

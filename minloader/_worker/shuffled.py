@@ -78,16 +78,6 @@ class shuffled:  # noqa: N801  # used as a function
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def report_refilled(sample: Any) -> None:
-    """Say in the log that a batch of a stream has one object several times."""
-    logger.warning(
-        "the stream has yielded one object, of type %s, several times for a batch: if it is filled "
-        "anew each time, all of these are the last one; yield a new object each time, or a copy of "
-        "that one (said once)",
-        type(sample).__name__,
-    )
-
-
 @dataclass(slots=True, eq=False)
 class Half:
     """Half of the buffer.
