@@ -338,6 +338,26 @@ def test_each_promise_has_tests():
     assert set(rows) == set(promises)
 
 
+def abilities(page: Path, title: str) -> tuple[str, list[list[bool]]]:
+    """A section of a page, and where the first table in it says yes."""
+    text = page.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    _, _, *rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE).group().splitlines()
+    cells = [row.strip("|").split("|")[1:] for row in rows]
+    return text, [[cell.strip().startswith("yes") for cell in row] for row in cells]
+
+
+def test_each_yes_of_the_readme_is_one_of_the_benchmarks_and_has_tests():
+    """``tests/benchmarks/abilities.py`` prints the table there."""
+    _, shown = abilities(README, "Beside others")
+    text, measured = abilities(ROOT / "docs" / "benchmarks.md", "Who can do what")
+    assert shown == measured
+    assert all(row[0] for row in shown)
+    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", text)
+    assert len(named) >= len(shown)
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), name
+
+
 def test_the_figures_of_all_pages_are_those_of_the_benchmarks():
     """``tests/benchmarks/pages.py`` makes them from that page, and ``figures.py --pages`` both."""
     spec = importlib.util.spec_from_file_location("pages", ROOT / "tests/benchmarks/pages.py")

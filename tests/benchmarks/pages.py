@@ -10,7 +10,6 @@ stands between ``<!-- figures -->`` and ``<!-- end of figures -->``.
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -107,19 +106,7 @@ def readme_summary(source: str) -> str:
     lines.append(
         f"| a stream of webdataset, 0.2 ms a sample, s an epoch | {cells}{3 * f' | {NONE}'} |"
     )
-    spawned, forked = (
-        brief(median(source, "first", label, "first batch, s")) for label in (OURS, f"{OURS}, fork")
-    )
-    cost = median(source, "tiny", OURS, "CPU of the main process, ms per batch")
-    texts = [
-        f"- Start: the first batch of 4 spawned workers comes after {spawned} s, of forked ones "
-        f"after {forked} s. Where workers import torch, [another way to start]"
-        "(docs/recipes.md#fork) saves seconds.",
-        f"- Limits: a tiny batch costs the main process {brief((cost or 0) * 1000)} µs of "
-        "processor time, and a batch is copied on its way to another machine.",
-    ]
-    wrapped = [textwrap.fill(text, 100, subsequent_indent="  ") for text in texts]
-    return "\n".join([*lines, "", *wrapped])
+    return "\n".join(lines)
 
 
 def index_summary(source: str) -> str:
