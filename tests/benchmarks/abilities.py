@@ -18,12 +18,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from harness import run_child, workers_of
+from psutil import NoSuchProcess
 
 SIZE, BATCH, MIDDLE, AILING = 32, 2, 5, 11
 SECONDS = 60  # who takes longer hangs
@@ -264,7 +266,10 @@ def child() -> None:
         if len(given) == SIZE // BATCH - 2 and run.get("megabytes"):
             memory = sum(each.memory_full_info().pss for each in workers_of(os.getpid())) / 1e6
     print("\n" + json.dumps({"given": given, "errors": errors, "memory": memory}), flush=True)
-    os._exit(0)  # some hang at the end, which is not what is asked
+    for each in workers_of(os.getpid()):
+        with suppress(NoSuchProcess):
+            each.kill()  # some hang, and their loader with them: that is not what is asked
+    os._exit(0)
 
 
 def start(loader: str, folder: str, **options: Any) -> dict[str, Any]:
