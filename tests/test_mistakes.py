@@ -606,7 +606,7 @@ NO_ARGUMENTS = {
     "persistent_workers": r"drop it: workers stay until the loader is closed",
     "num_worker": r"did you mean num_workers\?",
     "prefetch": r"did you mean prefetch_factor\?",
-    "colour": r"it has num_workers, prefetch_factor, .*, trace",
+    "colour": r"it has num_workers, prefetch_factor, .*, worker_memory_limit",
 }
 
 

@@ -535,13 +535,12 @@ def test_what_comes_before_the_first_batch_is_not_computed_for_it():
         assert run(loader).workers.computing < 1.0
 
 
-@pytest.mark.parametrize("traces", [False, True])
-def test_processor_time_is_measured_for_who_asks(traces, tmp_path):
-    """By a trace, or by the doctor."""
-    options = {"trace": tmp_path / "trace.json"} if traces else {}
-    with Loader(Sleepy(3), num_workers=1, **options) as loader:
+@pytest.mark.parametrize("make", [Loader, measuring])
+def test_processor_time_is_measured_for_who_asks(make):
+    """As the doctor does."""
+    with make(Sleepy(3), num_workers=1) as loader:
         stats = run(loader)
-    assert bool(stats.workers.measured) == ("computing" in str(stats)) == traces
+    assert bool(stats.workers.measured) == ("computing" in str(stats)) == (make is measuring)
     assert bool(stats.memory.workers)
 
 
