@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -760,6 +760,34 @@ if __name__ == "__main__":
     imported = "import minloader._pools.cpython" if ours else ""
     said = printed_by(program.format(ours=imported), options=["-u", "-W", "ignore"])
     assert said == ("1\n1\n1\n" if ours else "1\nno child\n1\n")
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_19_a_fork_finds_the_lock_of_the_resource_tracker_taken(ours):
+    program = """
+import os, signal, threading
+from multiprocessing import get_context, resource_tracker
+{ours}
+def hold():
+    with resource_tracker._resource_tracker._lock:
+        held.set()
+        forked.wait()
+held, forked = threading.Event(), threading.Event()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+pid = os.fork()
+if pid == 0:
+    signal.alarm(3)
+    get_context("spawn").Lock()
+    os._exit(0)
+print(os.waitpid(pid, 0)[1])
+forked.set()
+"""
+    imported = "import minloader._pools.cpython" if ours else ""
+    said = printed_by(program.format(ours=imported), options=["-W", "ignore"])
+    is_free = ours or hasattr(resource_tracker.ResourceTracker, "_after_fork_in_child")
+    assert int(said) == (0 if is_free else signal.SIGALRM)
 
 
 def test_no_public_name_tells_that_an_executor_is_broken():

@@ -457,6 +457,23 @@ if sys.platform != "win32":
     forks.in_child.append(_forget_fork_server)
 
 
+# --- 19. The lock of the resource tracker at a fork ----------------------------------------------
+#
+# CPython: who makes a semaphore, as the thread of a pool does for each executor, has that lock. It
+# stays taken in a child of a fork that comes meanwhile (cpython #146313).
+# Versions: those without ResourceTracker._after_fork_in_child, which 3.15 has.
+# Without this piece: no loader of the child can start workers. It waits for ever, or has a
+# ReentrantCallError if its thread happens to have the ident of the one that had the lock.
+
+if sys.platform != "win32":
+    from multiprocessing import resource_tracker
+
+    def _free_lock_of_tracker() -> None:
+        cast(Any, resource_tracker)._resource_tracker._lock._at_fork_reinit()
+
+    forks.in_child.append(_free_lock_of_tracker)
+
+
 # --- 5. Futures of a broken executor -----------------------------------------------------------
 #
 # CPython: _ExecutorManagerThread.terminate_broken() sets an error on each future, also on one
