@@ -346,6 +346,8 @@ PAIRS_ONE_BY_ONE = MixtureSampler([4, 4], [1, 1], batch_size=None)
         ([[1, 2, 3]] * 8, PIECES, PIECES.collate(), r"give the loader sliced\(dataset\)"),
         (dict[int, Any](), PIECES, list, "give the loader sliced"),
         (Rows(None), PIECES, list, "give the loader sliced"),
+        (np.zeros((8, 3)), PIECES, list, "give the loader sliced"),
+        (np.arange(8), PAIRS, list, "give the loader Concatenated"),
         (list(range(8)), PAIRS, list, r"give the loader Concatenated\(\[...\]\) of these"),
         (dict.fromkeys(range(8)), PAIRS_ONE_BY_ONE, None, "give the loader Concatenated"),
         (list(range(8)), [[0, 1]], None, "with collate_fn=minloader.collate it gets one index"),
@@ -353,6 +355,7 @@ PAIRS_ONE_BY_ONE = MixtureSampler([4, 4], [1, 1], batch_size=None)
         (Concatenated([[1], [2]]), PAIRS, list, IN_A_BATCH),
         (Wrapped(sliced([])), PIECES, list, IN_A_BATCH),
         ([], [[0]], list, IN_A_BATCH),
+        (np.arange(3), [[0, 9]], None, IN_A_BATCH),
         (dict[int, int](), [0], None, IN_A_BATCH),
     ],
 )

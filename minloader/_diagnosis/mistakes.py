@@ -95,11 +95,12 @@ def check_array(dataset: Any, sampler: Any) -> None:
     Raises:
         TypeError: the sampler splits samples, or draws from other parts than the array has.
     """
+    axes = getattr(dataset, "ndim", 0)  # with fewer, it raises an error itself
     for each in with_inner(sampler):
-        if getattr(each, "long", "") == "split":
+        if axes > 2 and getattr(each, "long", "") == "split":
             raise TypeError(f"dataset is an array, and the sampler splits its samples; {SLICED}")
         parts = getattr(each, "parts", None)
-        if isinstance(each, Sampler) and parts and len(parts) != len(dataset):
+        if axes > 1 and isinstance(each, Sampler) and parts and len(parts) != len(dataset):
             raise TypeError(
                 f"dataset is an array of {len(dataset)} samples, and the sampler draws from "
                 f"{len(parts)} datasets; {CONCATENATED}"
@@ -110,10 +111,10 @@ SLICED = "give the loader sliced(dataset), unless it takes (index, start, stop) 
 CONCATENATED = "give the loader Concatenated([...]) of these, which takes (part, index)"
 
 
-def item_meant(job: Job, item: Any) -> str:
+def item_meant(error: Exception, job: Job, item: Any) -> str:
     """Return in words why a dataset may not have taken an item; "" where nothing is known."""
     is_list = type(item) is list
-    if is_list and job.collate_fn is None:
+    if is_list and job.collate_fn is None and isinstance(error, TypeError):
         return (
             "dataset[item] got the whole list, since there is no collate_fn; with "
             "collate_fn=minloader.collate it gets one index at a time"

@@ -162,7 +162,7 @@ class Failures:
         if isinstance(error, TypeError | LookupError):
             from minloader._diagnosis.mistakes import item_meant
 
-            advice = item_meant(self._shared.job, item)
+            advice = item_meant(error, self._shared.job, item)
         advice = advice and f" ({advice})"
         # Our own, which does not know yet which batch it is of: a loader's that the dataset reads
         # does.
