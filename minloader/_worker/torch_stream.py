@@ -15,6 +15,10 @@ from minloader._worker.stream_reader import Copy, put_back
 from minloader._worker.torch_conventions import number_of
 
 
+NO_PASS = -1
+"""Stands for a pass that was begun at a state."""
+
+
 class Stream:
     """An ``IterableDataset``, whose epochs the user counts, as with torch: it hides ``set_epoch``.
 
@@ -77,6 +81,9 @@ class DropInCopy(Copy):
 
     def prepare(self, epoch: int, *, at: int, state: Any) -> bool:
         self._at = at
+        if at and self.items.is_told and self._told is None:
+            # If it is left, the next epoch begins as this one would have begun without the state.
+            self._told = NO_PASS, copy.deepcopy(known_state(self.items)), None
         if at or not self.items.is_told:
             return super().prepare(epoch, at=at, state=state)
         is_put = state is not None and not self._is_at(state)

@@ -612,6 +612,8 @@ FOUND: dict[str, str] = {
     "skip 1; note; begin 0; finish; begin 1; skip 99; finish; begin 2; skip 1; leave; begin 2; "
     "take each; verify",
     "left out before anything": "skip 1; note; skip 1; note; verify",
+    "resumed, and left": "begin 0; take 1; note; finish; load 0; go on; take 1; leave; begin 1; "
+    "take 1; leave; begin 2; finish; move 0; go on; take 1; leave; begin 1; finish",
     "resumed, and resumed again": "begin 0; take 1; note; move 0; go on; take 1; note; move 1; "
     "go on; take each; verify",
 }
