@@ -14,7 +14,6 @@ from minloader._worker.messages import WorkerInfo
 from minloader._worker.stream_reader import Copy, put_back
 from minloader._worker.torch_conventions import number_of
 
-
 NO_PASS = -1
 """Stands for a pass that was begun at a state."""
 
