@@ -56,7 +56,7 @@ def to_device(batches: Iterable[Any], device: Any = None, depth: int = 2) -> Pre
             devices and shardings that is a prefix of the batch; None for the default device of the
             calling thread. For a sharding over devices of several processes, each process gives
             its own part of the batch (samplers have ``rank`` and ``world_size``) and gets the
-            whole ``jax.Array``. All parts must be of one shape: see :doc:`jax`.
+            whole ``jax.Array``. All parts must be of one shape: see :doc:`trainers`.
         depth: largest number of batches that are on the device, or on their way there, beyond the
             one that the consumer has. The device must have memory for so many more.
 

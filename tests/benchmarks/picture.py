@@ -1,4 +1,4 @@
-"""Draws the picture of docs/stats.md: the page of a loader that has run, in headless Chromium.
+"""Draws the picture of docs/loader.md: the page of a loader that has run, in headless Chromium.
 
     python tests/benchmarks/picture.py
 

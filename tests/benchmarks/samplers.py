@@ -2,7 +2,7 @@
 
     python tests/benchmarks/samplers.py [--folder docs]
 
-It prints the table of docs/choosing.md and draws its pictures. All samplers get the same lengths,
+It prints the table of docs/samplers.md and draws its pictures. All samplers get the same lengths,
 a budget of so many rows, and as many batches as it takes.
 """
 

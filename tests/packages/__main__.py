@@ -1,4 +1,4 @@
-"""Writes what works with which package into docs/packages.md: ``python -m tests.packages``.
+"""Writes what works with which package into docs/trainers.md: ``python -m tests.packages``.
 
 Each package is read without workers and by each start method, and resumed in another process: each
 time for three minutes at most. Arguments take some of the packages by their names; the rows of the
@@ -25,7 +25,7 @@ from minloader import Loader
 from tests.packages.cases import CASES, N
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "packages.md"
+PAGE = ROOT / "docs" / "trainers.md"
 TABLE = re.compile(r"(?<=<!-- packages -->\n\n).*?(?=\n\n<!-- end of packages -->)", re.DOTALL)
 METHODS = ["spawn", "fork", "forkserver"]
 HEAD = ["package", "version", *METHODS, "without workers", "state"]
