@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -186,6 +186,21 @@ def test_indices_that_are_lists_are_read_at_the_same_time():
     theirs = list(TorchLoader(zoo.Slices(6), batch_sampler=LISTS))
     data = concurrent(zoo.Slices(6), 2)
     with DataLoader(data, batch_sampler=LISTS, num_workers=1) as loader:
+        assert_same(list(loader), theirs)
+
+
+class Prefixed(dict[str, int]):
+    def update(self, others: Any) -> None:  # type: ignore[override]
+        for key, value in others.items():
+            self[f"_{key}"] = value
+
+
+@pytest.mark.parametrize("kind", [Counter, Prefixed])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dict_is_filled_by_its_own_update(kind, num_workers):
+    samples = [kind({"a": 2, "b": 1}), kind({"a": 3, "b": 4})]
+    theirs = list(TorchLoader(samples, 2))
+    with DataLoader(samples, 2, num_workers=num_workers) as loader:
         assert_same(list(loader), theirs)
 
 

@@ -45,8 +45,11 @@ def same_container(like: Any, values: Any) -> Any:
         if not isinstance(like, MutableMapping | MutableSequence):
             return kind(values)
         made = copy.copy(like)
-        for key, value in values.items() if isinstance(like, Mapping) else enumerate(values):
-            made[key] = value
+        if isinstance(made, MutableMapping):
+            made.update(values)  # as torch: a class may have its own
+            return made
+        for place, value in enumerate(values):
+            made[place] = value
         return made
     except TypeError:
         return values
