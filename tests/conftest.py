@@ -54,6 +54,13 @@ LEFT_OUT = pytest.StashKey[int]()
 """How many tests are too slow to be run unless that is asked for."""
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Without pytest-xdist, whose option is among those of the project, all run in one process."""
+    if not pluginmanager.hasplugin("xdist"):
+        parser.addoption("--numprocesses", help="nothing: pytest-xdist is not there")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Two for each processor, since most tests wait; but each may hold much memory."""
     return min(2 * processors(), 16)
