@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import require
 
 from minloader._sampling.digest import MOST, SMALL, digest
 from minloader._sampling.seeding import Piece
 
 
 def of_torch(make: str) -> Any:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     return eval(make, {"torch": torch})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import require
 
 from minloader import Loader
 from minloader._worker.fingerprint import fingerprint
@@ -46,13 +47,13 @@ class OddMapping(dict[str, int]):
 
 
 def nested_tensor() -> Any:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     with warnings.catch_warnings(action="ignore"):  # torch calls them a prototype
         return torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)])
 
 
 def of_torch(make: str) -> Any:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     return eval(make, {"torch": torch})
 
 

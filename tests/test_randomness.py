@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import variants
+from conftest import require, variants
 
 from minloader import (
     BatchSampler,
@@ -183,7 +183,7 @@ def test_a_stream_that_names_no_rank_has_that_of_the_process(way, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
     else:
-        distributed = pytest.importorskip("torch.distributed")
+        distributed = require("torch.distributed")
         monkeypatch.setattr(distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(distributed, "get_rank", lambda *group: 1)
         monkeypatch.setattr(distributed, "get_world_size", lambda *group: 2)
@@ -402,7 +402,7 @@ def test_the_sampler_draws_not_what_the_first_batch_draws():
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["map-style", "stream", "stream under torch.distributed"])
 def test_ranks_of_the_drop_in_draw_other_numbers(kind, workers, monkeypatch):
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from minloader.torch import DataLoader
 
     class Noise:

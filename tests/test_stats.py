@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -593,7 +594,6 @@ def test_where_there_are_no_such_files(monkeypatch, tmp_path):
 
 def test_what_no_descriptor_is_left_for_is_not_told():
     """And it is no error of the batch: a dataset may have opened all that a process may have."""
-    resource = pytest.importorskip("resource")
     meter = processor_time.CpuMeter()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))

@@ -465,7 +465,7 @@ def test_random_streams_go_on_alike(kind, workers):
 
 
 def in_the_drop_in(stream: Any, **options: Any) -> Any:
-    torch = pytest.importorskip("torch")
+    torch = require("torch")
     from minloader.torch import DataLoader
 
     kind = type("Stream", (type(stream), torch.utils.data.IterableDataset), {})
