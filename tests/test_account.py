@@ -669,8 +669,8 @@ PRESSED: dict[str, Pressed] = {
     "a batch made here": Pressed(make_a_batch_here, (3, 1), least=100, ways=["inline"]),
     "start": Pressed(partial(start_threads, call=Loader.start), (11, 2), "", ways=["threads"]),
     "start with next": Pressed(partial(start_threads, call=begin), (11, 2), ways=["threads"]),
-    "start of processes": Pressed(start_processes, (197, 17), least=1_000, ways=["processes"]),
-    "start of spawned processes": Pressed(start_processes, (97,), least=1_000, ways=["spawn"]),
+    "start of processes": Pressed(start_processes, (197, 53), least=1_000, ways=["processes"]),
+    "start of spawned processes": Pressed(start_processes, (293,), least=1_000, ways=["spawn"]),
     "prefetch": Pressed(prefetch_from_an_iterator, least=30, ways=["inline"]),
 }
 

@@ -75,14 +75,14 @@ COMES: dict[str, tuple[Breaking, int]] = {
 }
 """What breaks in, and how often."""
 
-LOOPS: dict[str, str] = {
-    "iter": "iter",
-    "a second one": "iter; finish; iter",
-    "epochs": "epochs 2",
-    "prefetch": "prefetch 1 2",
-    "prefetched epochs": "prefetch 2 2",
+LOOPS: dict[str, tuple[str, int]] = {
+    "iter": ("iter", 1),
+    "a second one": ("iter; finish; iter", 1),
+    "epochs": ("epochs 2", 2),
+    "prefetch": ("prefetch 1 2", 1),
+    "prefetched epochs": ("prefetch 2 2", 2),
 }
-"""Loops into which it does, at any place of all their calls."""
+"""Loops into which it does, at any place of all their calls, and how many epochs these are of."""
 
 FATES: dict[str, dict[str, Any]] = {
     "as it is": {},

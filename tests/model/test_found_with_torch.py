@@ -35,9 +35,9 @@ def test_found(name, kinds, num_workers):
     ("kinds", "stride"),
     [
         (QUICK, 307),
-        (QUICK, 61),
-        ([kind for kind in KINDS if kind not in QUICK], 193),
-        (OVER_TORCHS, 19),
+        (QUICK, 127),
+        ([kind for kind in KINDS if kind not in QUICK], 401),
+        (OVER_TORCHS, 41),
     ],
     ids=["some", "at more places", "others", "over torch's"],
 )
