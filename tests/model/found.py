@@ -192,7 +192,7 @@ PRESSES: dict[str, Press] = {
     "the end": Press("iter; take all", "next", FEEDS, 5),
     "the next epoch": Press("epochs 2; take all but one", "next", f"{OURS}/_epochs", 61),
     "the first of the next epoch": Press("epochs 2; take all", "next", f"{OURS}/_epochs", 61),
-    "a task of the next epoch": Press("epochs 2; take all", "next", f"{OURS}/_epochs/lane.py"),
+    "a task of the next epoch": Press("epochs 2; take all", "next", f"{OURS}/_epochs/lane.py", 3),
     "behind a later one": Press("iter; iter; take 1 0; take 4", "next of the former", stride=41),
     "load": Press("iter; take 2; note; finish", "load", stride=79),
     "load within an epoch": Press("iter; take 2; note; take 1", "load", stride=79),
