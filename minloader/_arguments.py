@@ -150,13 +150,9 @@ def dataset_length(dataset: Any) -> int:
     try:
         return len(dataset)
     except TypeError as error:
-        advice = "; give an object of that class" if isinstance(dataset, type) else ""
-        if inspect.isgeneratorfunction(dataset):
-            advice = "; for a stream give an object with this function as its __iter__"
-        raise TypeError(
-            f"sampler is needed: the dataset, {brief_repr(dataset)}, has no len() to make one "
-            f"from{advice}"
-        ) from error
+        from minloader._diagnosis.mistakes import no_length
+
+        raise no_length(dataset, error) from error
 
 
 def check_sampler_alone(batch_size: Any, shuffle: Any, last_batch: Any) -> None:

@@ -175,6 +175,11 @@ class Loader(Generic[B]):
         is_stream = protocols.is_stream(dataset, sampler)
         if is_stream:
             batch_size = arguments.checked_stream(batch_size, shuffle, last_batch, collate_fn)
+            functions = transform, collate_fn, worker_init_fn
+            if any(getattr(each, "__self__", None) is dataset for each in functions):
+                from minloader._diagnosis.mistakes import report_bound
+
+                report_bound(dataset)
         else:
             arguments.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             is_here = not num_workers or executor == "thread"
@@ -452,6 +457,10 @@ class Loader(Generic[B]):
                     f"allow is for a sampler of minloader's, but this loader has a stream, got "
                     f"{allow!r}; drop it"
                 )
+            if not protocols.is_stateful(self.dataset):
+                from minloader._diagnosis.mistakes import check_stream_state
+
+                check_stream_state(self.dataset, position)
             _look_at_shards(self.num_workers, len(position.lanes))
         else:
             position = course.adapt(position, seed, allow)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 from conftest import in_a_fork, making, printed_by, require
-from helpers import Echo, Faulty, Refuses, Squares
+from helpers import Echo, Faulty, Refuses, Squares, StatefulNumbers
 from kinds import same
 from trouble import exits
 
@@ -32,6 +32,7 @@ from minloader import (
     Loader,
     MixtureSampler,
     PackedBatchSampler,
+    WorkerInfo,
     cached,
     collate,
     get_worker_info,
@@ -600,6 +601,18 @@ def numbers() -> Any:
     yield 1
 
 
+class Unopened:
+    """A dataset with a bug in its length."""
+
+    file: Any = None
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 NO_ARGUMENTS = {
     "batch_sampler": r"give it as sampler, with collate_fn=minloader\.collate",
     "drop_last": r"write last_batch='discard' \(minloader\.torch\.DataLoader has",
@@ -623,6 +636,11 @@ NO_ARGUMENTS = {
         ((Squares(), 32), {}, r"got 32; for batches of 32 samples, write batch_size=32"),
         ((Squares(), range(9)), {"batch_size": 4}, r"batches of its items give BatchSampler\(samp"),
         ((Squares,), {}, r"sampler is needed: .* no len\(\) .*; give an object of that class"),
+        (
+            (Unopened(),),
+            {},
+            r"len\(\) of the dataset, .*, fails: .*'NoneType' has no len",
+        ),
         ((numbers,), {}, r"; for a stream give an object with this function as its __iter__"),
         (("train.csv",), {}, r"got the string 'train.csv'; if that is a path, pass an"),
         ((Squares(), "abc"), {}, r"sampler must be an iterable of items, got the string 'abc'"),
@@ -633,6 +651,39 @@ NO_ARGUMENTS = {
 def test_an_argument_that_would_mean_something_else_is_refused(arguments, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         Loader(*arguments, **options)
+
+
+class Table(Numbers):
+    """A stream that is asked by methods of its own."""
+
+    def times(self, sample: int) -> int:
+        return 2 * sample
+
+    def open(self, info: WorkerInfo) -> None:
+        assert info.dataset is not self
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_methods_of_a_stream_that_workers_copy_are_told(num_workers, caplog):
+    """Their object is another one than what the workers read."""
+    table = Table(4)
+    for options in ({"transform": table.times}, {"worker_init_fn": table.open}, {"transform": abs}):
+        caplog.clear()
+        Loader(table, num_workers=num_workers, **options).close()
+        assert ("is a method of the stream" in caplog.text) == (options != {"transform": abs})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_state_of_a_stream_is_not_for_one_without(num_workers, on_error):
+    """Nor are its batches skipped."""
+    with Loader(StatefulNumbers(9), num_workers=num_workers) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+    with Loader(Numbers(9), num_workers=num_workers, on_error=on_error) as loader:
+        with pytest.raises(ValueError, match="has no state_dict and load_state_dict"):
+            loader.load_state_dict(state)
+        assert len(list(loader)) == 9
 
 
 def test_a_data_frame_is_told_from_a_dataset():

@@ -485,6 +485,8 @@ def test_states_that_do_not_fit():
     refuses(state | {"delivered_ahead": [0]}, "damaged")
     refuses(state | {"sampler": {}}, "damaged")
     refuses(state | {"check": 5}, "damaged")
+    refuses(state | {"batches": state["length"] + 1}, "damaged.*past length=")
+    refuses(state | {"delivered_ahead": [state["length"]]}, "damaged.*past length=")
     refuses(state | {"check": [10**6, "x"]}, "damaged.*from later")
     refuses(state | {"stream": {}}, r"a stream \(an iterable dataset\), but this one has a sampler")
     sampler = Stateful(range(20))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minloader._epochs.epoch import Epoch
+from minloader._epochs.position import Position
 from minloader._formats import brief_repr
-from minloader._protocols import has_epochs, is_stateful
+from minloader._memory.pickling import unpack
+from minloader._protocols import has_epochs, has_method, is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.concatenated import Concatenated
 from minloader._sampling.ranks import dealer_of_process, ranks_as_text, with_inner
@@ -105,6 +108,45 @@ def check_array(dataset: Any, sampler: Any) -> None:
                 f"dataset is an array of {len(dataset)} samples, and the sampler draws from "
                 f"{len(parts)} datasets; {CONCATENATED}"
             )
+
+
+def no_length(dataset: Any, error: TypeError) -> TypeError:
+    """Return the error for a dataset without a length, which is to be the sampler."""
+    if has_method(type(dataset), "__len__"):
+        return TypeError(
+            f"sampler is needed: len() of the dataset, {brief_repr(dataset)}, fails: {error}"
+        )
+    advice = "; give an object of that class" if isinstance(dataset, type) else ""
+    if inspect.isgeneratorfunction(dataset):
+        advice = "; for a stream give an object with this function as its __iter__"
+    return TypeError(
+        f"sampler is needed: the dataset, {brief_repr(dataset)}, has no len() to make one "
+        f"from{advice}"
+    )
+
+
+def report_bound(dataset: Any) -> None:
+    """Say in the log that a method of a stream belongs to another object than the one read."""
+    logger.warning(
+        "transform, collate_fn or worker_init_fn is a method of the stream %s: workers read copies "
+        "of that, and it does not see what these change in themselves; have the stream yield it "
+        "with each sample, or worker_init_fn use info.dataset",
+        brief_repr(dataset),
+    )
+
+
+def check_stream_state(dataset: Any, position: Position) -> None:
+    """Refuse a state that has a stream's own, of a stream without ``load_state_dict``.
+
+    Raises:
+        ValueError: it has.
+    """
+    states = [lane.source_state.state for lane in position.lanes]
+    if any("dataset" in unpack(state) for state in states if state is not None):
+        raise ValueError(
+            f"the state holds one of the stream's own, but the dataset, {brief_repr(dataset)}, has "
+            "no state_dict and load_state_dict; give the stream that the state was taken with"
+        )
 
 
 SLICED = "give the loader sliced(dataset), unless it takes (index, start, stop) itself"

@@ -29,6 +29,7 @@ from minloader._foreign.worker import (
 from minloader._memory import forks
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.slots import Slots
+from minloader._pools.base import POOL_CLOSED
 from minloader._pools.group import PoolGroup
 from minloader._pools.served import ServedPool, UnderWay
 from minloader._pools.ticket import Ticket
@@ -143,7 +144,7 @@ class ForeignPool(ServedPool):
 
     def hand_over(self, ticket: Ticket, task: TaskMessage) -> None:
         if self.closed:
-            raise RuntimeError("the pool is closed")
+            raise RuntimeError(POOL_CLOSED)
         reference = self._reference._replace(num_workers=len(self.infos))
         sender = self.sender
         job, options = ([], {}) if sender is None else sender.attach()

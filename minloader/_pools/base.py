@@ -28,6 +28,12 @@ from minloader._worker.stream_worker import make_worker
 
 logger = logging.getLogger("minloader")
 
+POOL_CLOSED = (
+    "the pool is closed: the loader was closed, or the main thread has ended, which must wait for "
+    "other threads that take batches (thread.join())"
+)
+"""What is said of a batch that was under way, or was to be."""
+
 GRACE = 0.5
 """Seconds that workers get to finish and leave by themselves, with their exit handlers, before
 they are killed. An idle worker needs about 0.05; a longer wait would delay Ctrl-C."""

@@ -55,7 +55,7 @@ from minloader._errors import WorkerDied
 from minloader._memory import forks
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import NO_LIMIT, memory_limit, oom_kills
-from minloader._pools.base import GRACE, close_pools
+from minloader._pools.base import GRACE, POOL_CLOSED, close_pools
 from minloader._pools.cpython import Executor, register_exit, send_signal, start_worker
 from minloader._pools.environment import check_executable, hash_seed, wrong_executable
 from minloader._pools.served import ServedPool, UnderWay
@@ -474,7 +474,7 @@ class ProcessPool(ServedPool):
     def _newest(self) -> _Executor:
         """Return the executor that takes tasks, a new one if need be."""
         if self.closed:
-            raise RuntimeError("the pool is closed")
+            raise RuntimeError(POOL_CLOSED)
         self.look()  # one that has broken ends, and gives its slots back
         executor: _Executor | None = self.executor
         if executor is None:

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from minloader._errors import breaks_in
-from minloader._pools.base import GRACE, UNCHANGEABLE, HeldItem, Pool
+from minloader._pools.base import GRACE, POOL_CLOSED, UNCHANGEABLE, HeldItem, Pool
 from minloader._pools.cpython import is_ours
 from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
@@ -88,7 +88,7 @@ class ServedPool(Pool):
         """Have the thread call a function with a ticket, which it is to finish."""
         self._inbox.put(partial(function, ticket))
         if self.closed:  # and so the thread may have looked for the last time
-            ticket.fail(RuntimeError("the pool is closed"))
+            ticket.fail(RuntimeError(POOL_CLOSED))
 
     def prepare(self) -> None:
         """Have a thread, which will have an executor."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from minloader._errors import breaks_in
-from minloader._pools.base import Pool
+from minloader._pools.base import POOL_CLOSED, Pool
 from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
@@ -50,7 +50,7 @@ class ThreadPool(Pool):
     def start(self) -> None:
         with self._lock:
             if self._closed:
-                raise RuntimeError("the pool is closed")
+                raise RuntimeError(POOL_CLOSED)
             missing = self.infos[len(self._threads) :]
             with interrupts_held() if missing else nullcontext():  # one would be known to nobody
                 for info in missing:
