@@ -743,6 +743,26 @@ def test_a_state_is_compared_after_ctrl_c_in_the_sampler():
     assert "the state does not fit: item 1 of the sampler is 7" in str(error)
 
 
+@pytest.mark.parametrize("raises", [KeyboardInterrupt, TimeLimit])
+@pytest.mark.parametrize("way", [{"num_workers": 0}, THREADS], ids=["here", "threads"])
+def test_that_a_sampler_does_not_fit_is_told_after_what_comes_meanwhile(way, raises):
+    """Also where it comes as the error is looked at: the epoch would be over in silence."""
+    for place in itertools.count():
+        with Loader(Echo(), OwnGenerator(9), prefetch_factor=1, **way) as loader:
+            batches: Any = iter(loader)
+            next(batches)
+            interrupted(partial(next, batches), 9, f"{OURS}/_epochs/epoch", TimeLimit)
+            assert batches.interrupts.is_unsure  # so that all is read again, in another order
+            try:
+                outcome = interrupted(partial(next, batches, None), place, OURS, raises)
+            except ValueError:  # it has come before
+                break
+            assert outcome.interrupted, outcome
+            with pytest.raises(ValueError, match="the state does not fit"):
+                next(batches)
+    assert place > 100
+
+
 def test_what_close_raises_is_raised_once(monkeypatch):
     """No thread tries again what would fail again."""
     calls: list[PoolGroup] = []
@@ -751,8 +771,8 @@ def test_what_close_raises_is_raised_once(monkeypatch):
         calls.append(group)
         raise OSError("the cluster is gone")
 
-    loader = Loader(Echo(), range(4), num_workers=0)
     monkeypatch.setattr(PoolGroup, "close", fail)
+    loader = Loader(Echo(), range(4), num_workers=0)
     with pytest.raises(OSError, match="the cluster is gone"):
         loader.close()
     loader.close()

@@ -161,15 +161,22 @@ class SamplerFeed(Reader):
         """Open; an error of that comes in the place of the next item, and ends the epoch."""
         if self.iterator is not None and self._here >= self.next and not self._drawn:
             return  # as for nearly all items
+        if self.error is not None:
+            return  # Ctrl-C, or an alarm, came as that was noted, and it must not be lost
         try:
             self.open()
         except Exception as error:
-            self.error = error  # first: it may not come again
-            if breaks_in(error):
-                self.error = None
-                raise
+            self._note_error(error)
             self.is_ended = True
-            self.fail(error)
+
+    def _or_over(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return super()._or_over(function, *args)
+        except Exception as error:
+            # Without a call in between: after Ctrl-C the end alone would be known.
+            if self.is_ended:
+                self.error = error
+            raise
 
     def prepare(self) -> None:
         super().prepare()
@@ -295,11 +302,7 @@ class SamplerFeed(Reader):
                 if time.perf_counter() > until:
                     return
         except Exception as error:
-            self.error = error  # first: it may not come again
-            if breaks_in(error):
-                self.error = None
-                raise
-            self.fail(error)
+            self._note_error(error)
 
     def finish(self, task: Task) -> None:
         """Note that all items of a task were drawn. Harmless when repeated."""
@@ -311,6 +314,16 @@ class SamplerFeed(Reader):
             # Where the epoch before was left, no state could say how this one begins. An error of
             # this counts only if there is another item: then it comes again.
             self.note_state()
+
+    def _note_error(self, error: Exception) -> None:
+        """Have an error raised in its turn; what breaks in is raised now."""
+        noted = self.error
+        if noted is None:
+            self.error = error  # first: it may not come again
+        if breaks_in(error):
+            self.error = noted
+            raise error
+        self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Have an error of the sampler raised in the place of the next item."""
