@@ -216,8 +216,11 @@ class Course:
             if isinstance(lane.feed, SamplerFeed):
                 try:
                     interrupts.let_through(lane.feed.open)
-                except StopIteration as error:
-                    raise not_the_end(error, "the sampler") from error
+                except Exception as error:
+                    lane.feed.error = None  # it is raised now, and has frames that lead here
+                    if isinstance(error, StopIteration):
+                        raise not_the_end(error, "the sampler") from error
+                    raise
         shared.group.epochs.add(epoch)
         self._has_begun = True
         return Cursor(epoch=epoch)
