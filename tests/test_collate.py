@@ -400,6 +400,7 @@ LABELLED = [
     [
         (pad_collate(), [[1, 2], [4, 0]], [[3], [0]]),
         (pad_collate({"labels": -100}), [[1, 2], [4, 0]], [[3], [-100]]),
+        (pad_collate(MappingProxyType({"ids": 9})), [[1, 2], [4, 9]], [[3], [0]]),
         (pad_collate({"ids": 9}, 2, "left"), [[1, 2], [9, 4]], [[0, 3], [0, 0]]),
         (pad_collate(-1, {"labels": 2}, {"ids": "left"}), [[1, 2], [-1, 4]], [[3, -1], [-1, -1]]),
         (pad_collate(5, axis={"ids": -1}), [[1, 2], [4, 5]], [[3], [5]]),

@@ -415,8 +415,9 @@ def _is_array(sample: Any) -> bool:
 
 
 def shapes(arrays: list[NDArray[Any]]) -> str:
-    shapes = list(dict.fromkeys(array.shape for array in arrays))
-    return ", ".join(map(str, shapes[:4])) + (", ..." if len(shapes) > 4 else "")
+    """Return the shapes that some arrays have, the first four of them, for messages."""
+    found = list(dict.fromkeys(array.shape for array in arrays))
+    return ", ".join(map(str, found[:4])) + (", ..." if len(found) > 4 else "")
 
 
 def _stack(arrays: list[NDArray[Any]], path: str) -> NDArray[Any]:

@@ -69,6 +69,7 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
 
     def __post_init__(self) -> None:
         refuse_samples("pad_collate", self.value)
+        self._check("value", lambda name, given: given)
         self._check("multiple_of", lambda name, given: checked_int(name, given, 1))
         self._check("side", lambda name, given: checked_choice(name, given, ("right", "left")))
         self._check("axis", lambda name, given: checked_int(name, given, -MOST_AXES, MOST_AXES - 1))
