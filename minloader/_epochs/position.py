@@ -253,8 +253,6 @@ def from_state(
             lanes = [_sampler_position(state)]
             if state["length"] is not None:
                 length = checked_int("length", state["length"], 0)
-                if max([lanes[0].given - 1, *lanes[0].ahead]) >= length:
-                    raise ValueError(f"batches, or delivered_ahead, is past length={length}")
         position = Position(
             epoch=epoch,
             lanes=lanes,
