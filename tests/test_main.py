@@ -707,6 +707,30 @@ def test_a_pool_in_a_worker_knows_functions_of_the_main_module(method, tmp_path)
     assert len(told) == 2 or method == "fork"
 
 
+KEEPS_A_POOL = """
+import multiprocessing, sys
+from minloader import Loader
+def square(n): return n * n
+class Pooled:
+    pool = None
+    def __len__(self): return 6
+    def __getitem__(self, n):
+        if self.pool is None: self.pool = multiprocessing.get_context("spawn").Pool(2)
+        return self.pool.map(square, [n])
+if __name__ == "__main__":
+    with Loader(Pooled(), num_workers=2, mp_context=sys.argv[1]) as loader: print(list(loader))
+"""
+
+
+@variants("method", ["forkserver", "spawn", "fork"])
+def test_a_pool_that_a_worker_keeps_leaves_no_semaphores(method, tmp_path):
+    """It is ended before its processes are killed: with one of its locks it would never end."""
+    script = tmp_path / "script.py"
+    script.write_text(KEEPS_A_POOL)
+    quietly = ["-W", "ignore::DeprecationWarning"]  # of forks beside threads
+    assert printed_by(script, method, options=quietly) == f"{[[n * n] for n in range(6)]}\n"
+
+
 def test_a_script_in_a_debugger(tmp_path):
     """pdb runs it in a main module without ``__spec__``."""
     script = tmp_path / "script.py"

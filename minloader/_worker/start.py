@@ -97,8 +97,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
         torch.set_num_threads(1)  # a fork has not the threads that its OpenMP would wait for
     lead_group()
     follow_parent(setup.clean_up)
-    # Before multiprocessing joins the processes that the dataset started, which could be never.
-    multiprocessing.util.Finalize(None, kill_descendants, exitpriority=100)
+    # Before multiprocessing joins the processes that the dataset started, which could be never. Its
+    # pools end before that, at 15: killed processes may have one of their locks, for ever.
+    multiprocessing.util.Finalize(None, kill_descendants, exitpriority=1)
     if sys.version_info < (3, 13) and multiprocessing.get_start_method() != "spawn":
         # There a fork ends without what was registered with atexit (cpython #83856).
         atexit._clear()  # the parent's
