@@ -230,8 +230,9 @@ def test_a_stream_that_cannot_be_copied():
         batches = iter(loader)
         assert next(batches) == 200
         del batches
+        assert list(loader) == [300 + n for n in range(6)]
         with pytest.raises(TypeError, match=r"has one copy of the dataset.*read each epoch to its"):
-            list(loader)
+            list(zip(loader, loader, strict=True))
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -669,6 +669,24 @@ def test_a_second_pass_that_gives_nothing_is_refused():
             next(iter(loader))
 
 
+class Keeps:
+    """A stream whose ``__iter__`` returns the same iterator each time."""
+
+    def __init__(self) -> None:
+        self.kept = iter(range(6))
+
+    def __iter__(self) -> Iterator[int]:
+        return self.kept
+
+
+@here
+def test_a_stream_that_returns_the_iterator_that_has_ended_is_refused(make):
+    loader = make(Keeps())
+    assert list(loader)
+    with pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
+        list(loader)
+
+
 def test_copies_of_an_iterator_are_each_read_once():
     """A process has its own, and takes another one for each epoch."""
     with Loader(iter(range(4)), num_workers=1) as loader:

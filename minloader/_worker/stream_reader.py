@@ -93,6 +93,7 @@ class Copy(Source):
         super().__init__("dataset", info.dataset)
         self.info = info
         self._iterator_state: Any = None  # to be put back once there is an iterator
+        self._ended: Any = None  # the iterator that has come to its end last
 
     @property
     def stream(self) -> Any:
@@ -140,7 +141,9 @@ class Copy(Source):
 
     def end(self, iterator: Any, read: int, state: Any) -> None:
         stream = self.stream
-        if not read and self.has_given and self._is_stream(iterator) and not has_epochs(stream):
+        is_same = self._is_stream(iterator) or iterator is self._ended
+        self._ended = iterator
+        if not read and self.has_given and is_same and not has_epochs(stream):
             raise _read_once(stream)
 
     def _is_stream(self, iterator: Any) -> bool:
@@ -471,7 +474,10 @@ class ShardReaders:
             except TypeError as error:
                 if is_read_once(dataset):
                     raise _read_once(dataset) from error
-                raise
+                others = self._readers.keys() - {(shard.id, shard.pass_number)}
+                if others or is_stateful(dataset):
+                    raise
+                return dataset  # ``iter`` begins it anew, and nobody else reads it
         is_inline = self.environment.is_inline
         alone = shard.total == 1
         # What has a state, but none to be put back to when an epoch is left, is not read itself.
@@ -483,7 +489,8 @@ class ShardReaders:
                 if not alone and not serves_one_pass(dataset):
                     raise TypeError(
                         f"each of the {shard.total} shards is read in a copy of the dataset, but "
-                        f"it cannot be copied: {error}; use executor='process', or one worker"
+                        f"it cannot be copied: {error}; make what that is in __iter__, or leave "
+                        "it out in __getstate__, or use one worker"
                     ) from error
         may_be_read = is_inline and not is_read_once(dataset) if is_used else alone
         if serves_one_pass(dataset) and not may_be_read:
