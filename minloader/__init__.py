@@ -70,6 +70,13 @@ _MODULES = {
     "_worker.shuffled": "shuffled",
 }
 
+_ELSEWHERE = {
+    "DataLoader": "minloader.torch, with torch's arguments",
+    "as_in_worker": "minloader.testing",
+    "check_reproducible": "minloader.testing",
+    "to_device": "minloader.torch, or from minloader.jax",
+}
+
 if not TYPE_CHECKING:  # for whom every name would exist, and who read no list that is computed
     __all__ = sorted(" ".join(_MODULES.values()).split())
 
@@ -79,8 +86,8 @@ if not TYPE_CHECKING:  # for whom every name would exist, and who read no list t
                 module = importlib.import_module(f"minloader.{module_name}")
                 value = globals()[name] = getattr(module, name)
                 return value
-        if name == "DataLoader":  # of an AttributeError the import would show no word
-            raise ImportError("torch's DataLoader is to be had from minloader.torch")
+        if name in _ELSEWHERE:  # of an AttributeError the import would show no word
+            raise ImportError(f"{name} is to be had from {_ELSEWHERE[name]}")
         raise AttributeError(f"module 'minloader' has no attribute {name!r}")
 
     def __dir__() -> list[str]:

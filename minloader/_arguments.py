@@ -117,24 +117,13 @@ def check_dataset(dataset: Any, *, awaits: bool = False) -> None:
 
     And one whose samples are coroutines, unless a function of the user's ``awaits`` them.
     """
-    kind = type(dataset)
-    reads = getattr(kind, "__getitem__", None) or dataset
-    if not awaits and inspect.iscoroutinefunction(reads):
-        raise TypeError(
-            f"a sample is a coroutine, since {brief_repr(reads)} is an async def; give the loader "
-            "minloader.concurrent(dataset), which awaits them"
-        )
-    if kind is str:
-        raise TypeError(
-            f"dataset must give samples, got the string {brief_repr(dataset)}; if that is a path, "
-            "pass an object that reads the file"
-        )
-    if not (has_samples(dataset) or callable(dataset)):
-        raise TypeError(
-            "dataset must have __getitem__ or __iter__, or be callable, got "
-            f"{brief_repr(dataset)}; give it a __getitem__, or pass a function of one item; a "
-            "stream, which has __iter__ alone, takes no sampler"
-        )
+    reads = getattr(type(dataset), "__getitem__", None) or dataset
+    is_coroutine = inspect.iscoroutinefunction(reads) and not awaits
+    gives_samples = has_samples(dataset) or callable(dataset)
+    if is_coroutine or not gives_samples or type(dataset) is str:
+        from minloader._diagnosis.mistakes import no_dataset
+
+        raise no_dataset(dataset, reads)
 
 
 def dataset_length(dataset: Any) -> int:

@@ -542,6 +542,8 @@ def _make_sampler(
             check_array(dataset, sampler)
         return sampler
     size = arguments.dataset_length(dataset)
+    if not size:
+        logger.warning("the dataset, %s, has no samples", brief_repr(dataset))
     count = _length_of(dataset) if is_here else (lambda: size)
     if batch_size is None and not shuffle and last_batch == "keep":
         return Indices(count)

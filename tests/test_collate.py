@@ -440,8 +440,11 @@ def test_any_axis_is_padded_on_either_side(lengths, others, side, data):
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([np.zeros((2, 3)), np.zeros((2, 4))], r"sample has shapes \(2, 3\), \(2, 4\).*first axis"),
-        ([{"x": np.zeros(2)}, {"x": np.zeros((2, 1))}], r"sample\['x'\].*first axis"),
+        (
+            [np.zeros((2, 3)), np.zeros((2, 4))],
+            r"sample has shapes \(2, 3\), \(2, 4\).*another axis; say by axis",
+        ),
+        ([{"x": np.zeros(2)}, {"x": np.zeros((2, 1))}], r"sample\['x'\].*another axis"),
         ([np.zeros(2), np.float64(1)], r"sample has shapes \(2,\), \(\)"),
         ([{"x": [1]}, {"y": [1]}], "same keys"),
     ],

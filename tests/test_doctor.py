@@ -480,8 +480,9 @@ def test_the_command(tmp_path: Path):
     [
         (["train"], 2, "must be module:function or file.py:function"),
         (["nowhere:make_loader"], 2, "No module named 'nowhere'"),
-        (["nowhere.py:make_loader"], 2, "No module named 'nowhere'"),
+        (["nowhere.py:make_loader"], 2, "/nowhere.py\n"),
         (["train:nothing"], 2, "train has no nothing"),
+        (["train:make_loder"], 2, "train has no make_loder; did you mean make_loader?"),
         (["train.py:make_loader", "--workers", "1,x"], 2, "such as 1,2,4, got '1,x'"),
         (["train.py:make_loader", "--json", "no/report"], 2, "that is there, got no/report"),
         (["train.py:make_loader", "--json", "."], 2, "--json must be a file in a folder"),

@@ -29,6 +29,7 @@ from minloader import (
     BatchError,
     BatchSampler,
     Concatenated,
+    DynamicBatchSampler,
     Loader,
     MixtureSampler,
     PackedBatchSampler,
@@ -352,6 +353,7 @@ PAIRS_ONE_BY_ONE = MixtureSampler([4, 4], [1, 1], batch_size=None)
         (list(range(8)), PAIRS, list, r"give the loader Concatenated\(\[...\]\) of these"),
         (dict.fromkeys(range(8)), PAIRS_ONE_BY_ONE, None, "give the loader Concatenated"),
         (list(range(8)), [[0, 1]], None, "with collate_fn=minloader.collate it gets one index"),
+        ({"a": 1, "b": 2}, [[0, 1]], list, r"a dict with the keys \['a', 'b'\]: give one"),
         # What is wrong there is another thing.
         (Concatenated([[1], [2]]), PAIRS, list, IN_A_BATCH),
         (Wrapped(sliced([])), PIECES, list, IN_A_BATCH),
@@ -1097,9 +1099,51 @@ def resume(loader: Loader[Any]) -> None:
     loader.load_state_dict(loader.state_dict())
 
 
-def test_a_look_for_torchs_loader_says_where_it_is():
-    with pytest.raises(ImportError, match=r"torch's DataLoader is to be had from minloader\.torch"):
-        from minloader import DataLoader  # type: ignore[attr-defined]  # noqa: F401
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("DataLoader", "torch, with torch's arguments"),
+        ("to_device", "torch, or from minloader.jax"),
+        ("check_reproducible", "testing"),
+        ("as_in_worker", "testing"),
+    ],
+)
+def test_a_look_for_what_is_elsewhere_says_where(name, where):
+    with pytest.raises(ImportError, match=f"^{name} is to be had from minloader.{where}$"):
+        exec(f"from minloader import {name}")
+
+
+def test_an_init_function_that_expects_a_number_is_told_what_it_gets(anywhere):
+    loader = anywhere(range(3), worker_init_fn=lambda worker_id: 7 + worker_id)
+    with pytest.raises(TypeError) as caught:
+        list(loader)
+    assert "worker_init_fn gets a WorkerInfo, whose id is" in caught.value.__notes__[0]
+
+
+def test_an_empty_dataset_is_told(caplog):
+    with Loader([], batch_size=2, num_workers=0) as loader:
+        assert list(loader) == []
+    assert caplog.messages == ["the dataset, [], has no samples"]
+
+
+def test_an_inner_sampler_of_batches_is_told():
+    sampler = DynamicBatchSampler([3] * 4, max_total=6, sampler=[[0, 1], [2, 3]])
+    with pytest.raises(TypeError) as caught:
+        list(sampler)
+    assert (
+        "if that is a batch, give an inner sampler that gives single" in caught.value.__notes__[0]
+    )
+
+
+def test_ranks_within_the_same_ranks_are_told(two_ranks, caplog):
+    ranks = {"rank": 1, "world_size": 2}
+    inner = BatchSampler(16, None, **ranks)
+    sampler = BatchSampler(inner, 2, **ranks)
+    with Loader(range(16), sampler, collate_fn=list, num_workers=0) as loader:
+        assert len(list(loader)) == 2
+        list(loader)
+    (said,) = caplog.messages
+    assert said.startswith("two samplers, one within the other, have rank=1 and world_size=2")
 
 
 def test_a_loader_is_shown_as_its_stats():

@@ -585,13 +585,16 @@ def test_what_is_no_state_is_refused(kind):
     sampler = make(kind)
     state = sampler.state_dict()
     other = make("packed" if kind == "batch" else "batch").state_dict()
-    with pytest.raises(ValueError, match=r"the state has no|but the state is of sampler"):
+    with pytest.raises(ValueError, match=r"the state is of a|but the state is of sampler"):
         sampler.load_state_dict(other)
+    of_loader = Loader(range(4), sampler, num_workers=0).state_dict()
+    with pytest.raises(ValueError, match=r"state of a Loader, not of a \w+Sampler; give it to"):
+        sampler.load_state_dict(of_loader)
     for nonsense in (None, [1], "state", 3):
         with pytest.raises(TypeError, match="state must be a dict from state_dict"):
             sampler.load_state_dict(nonsense)
     for name in state:
-        with pytest.raises(ValueError, match=f"the state has no '{name}'"):
+        with pytest.raises(ValueError, match=f"no state of a .*: it has no '{name}'"):
             sampler.load_state_dict({key: state[key] for key in state if key != name})
     with pytest.raises(ValueError, match="version is 1, but the state is of version 3"):
         sampler.load_state_dict(state | {"version": 3})

@@ -1723,3 +1723,16 @@ def test_a_default_device_that_is_not_the_cpu():
         with torch.device("meta"):
             found += batches
     assert [[float(each[0]) for each in batch] for batch in found] == [[0, 1], [2, 3]]
+
+
+def test_a_sampler_of_batches_in_place_of_one_of_items_is_told():
+    with pytest.raises(TypeError) as caught:
+        list(DataLoader(list(range(8)), sampler=OurBatchSampler(8, 2)))
+    assert "give a sampler of batches as batch_sampler" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_gpu_that_torch_does_not_find_is_refused(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"device is '{device}', but torch finds no GPU"):
+        to_device([], device)

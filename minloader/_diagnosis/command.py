@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import json
 import sys
@@ -91,11 +92,14 @@ def _find(name: str) -> Any:
     except ModuleNotFoundError as error:
         if not f"{wanted}.".startswith(f"{error.name}."):
             raise  # it was found, and imports what is not there
-        raise NotFoundError(str(error)) from error
+        text = f"there is no file {file}" if file and not file.exists() else str(error)
+        raise NotFoundError(text) from error
     if file and Path(module.__file__ or "").resolve() != file:
         raise NotFoundError(f"{file} is hidden by {module}, which has the same name: rename it")
     if not hasattr(module, attribute):
-        raise NotFoundError(f"{module.__name__} has no {attribute}")
+        near = difflib.get_close_matches(attribute, vars(module), 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise NotFoundError(f"{module.__name__} has no {attribute}{meant}")
     return getattr(module, attribute)
 
 

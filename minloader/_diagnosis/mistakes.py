@@ -12,7 +12,7 @@ from minloader._epochs.epoch import Epoch
 from minloader._epochs.position import Position
 from minloader._formats import brief_repr
 from minloader._memory.pickling import unpack
-from minloader._protocols import has_epochs, has_method, is_stateful
+from minloader._protocols import has_epochs, has_method, is_iterable, is_stateful
 from minloader._sampling.base import Sampler
 from minloader._sampling.concatenated import Concatenated
 from minloader._sampling.ranks import dealer_of_process, ranks_as_text, with_inner
@@ -62,6 +62,37 @@ def check_attribute(loader: Any, name: str, defaults: Iterable[str]) -> None:
     near = difflib.get_close_matches(name, [*arguments, "epoch"], 1, cutoff=0.8)
     if near and not hasattr(loader, name):
         raise AttributeError(f"a Loader has no attribute {name!r}; did you mean {near[0]}?")
+
+
+def no_dataset(dataset: Any, reads: Any) -> TypeError:
+    """Return the error for what cannot be a dataset, where there is a sampler.
+
+    Args:
+        dataset: the argument.
+        reads: what gives a sample of it.
+    """
+    name = brief_repr(dataset)
+    if inspect.iscoroutinefunction(reads):
+        text = (
+            f"a sample is a coroutine, since {brief_repr(reads)} is an async def; give the loader "
+            "minloader.concurrent(dataset), which awaits them"
+        )
+    elif type(dataset) is str:
+        text = (
+            f"dataset must give samples, got the string {name}; if that is a path, pass an object "
+            "that reads the file"
+        )
+    elif is_iterable(dataset):
+        text = (
+            f"dataset is a stream, {name}, since it has __iter__ alone: it takes no sampler; drop "
+            "that, and say by batch_size what a batch is, or give the dataset a __getitem__"
+        )
+    else:
+        text = (
+            f"dataset must have __getitem__ or __iter__, or be callable, got {name}; give it a "
+            "__getitem__, or pass a function of one item"
+        )
+    return TypeError(text)
 
 
 ROWS = {"pandas": "frame.iloc[rows]", "polars": "frame[rows]", "pyarrow": "frame.take(rows)"}
@@ -155,7 +186,25 @@ CONCATENATED = "give the loader Concatenated([...]) of these, which takes (part,
 
 def item_meant(error: Exception, job: Job, item: Any) -> str:
     """Return in words why a dataset may not have taken an item; "" where nothing is known."""
+    if "WorkerInfo" in str(error):
+        return "worker_init_fn gets a WorkerInfo, whose id is the number of the worker"
+    if job.options.is_stream:
+        return ""
+    dataset = job.dataset
+    if isinstance(error, KeyError) and isinstance(dataset, dict) and type(item) is list:
+        keys = list(dataset)
+        if keys and not any(isinstance(key, int) for key in keys):
+            return (
+                f"dataset is a dict with the keys {brief_repr(keys)}: give one of its values, or "
+                "sampler=BatchSampler(list(dataset), batch_size)"
+            )
     is_list = type(item) is list
+    if is_list and item and type(item[0]) is list and isinstance(error, TypeError):
+        return (
+            "the sampler gives lists of lists: it has batches where it needs single items, such as "
+            "those of BatchSampler(n, None); of minloader.torch.DataLoader, give a sampler of "
+            "batches as batch_sampler"
+        )
     if is_list and job.collate_fn is None and isinstance(error, TypeError):
         return (
             "dataset[item] got the whole list, since there is no collate_fn; with "
@@ -163,7 +212,7 @@ def item_meant(error: Exception, job: Job, item: Any) -> str:
         )
     index = item[0] if is_list and item else item
     is_pair = type(index) is tuple and len(index) == 2
-    if not (is_pair or isinstance(index, Piece)) or _takes_parts(job.dataset):
+    if not (is_pair or isinstance(index, Piece)) or _takes_parts(dataset):
         return ""
     if is_pair:
         return f"if the sampler draws from several datasets, {CONCATENATED}"
@@ -217,6 +266,22 @@ def no_state_of_a_loader(state: Any) -> Exception:
         )
     part = part_meant(state, {"version", "seed", "epoch"})
     return ValueError(f"this is no state of a Loader, but has keys {brief_repr(list(state))}{part}")
+
+
+def no_state_of_a_sampler(sampler: Any, state: Mapping[str, Any], missing: str) -> ValueError:
+    """Return the error for what was given as a state of a sampler of ours, and lacks a value."""
+    kind = type(sampler).__name__
+    former = state.get("sampler")
+    if isinstance(former, tuple | list) or "stream" in state:
+        text = f"this is the state of a Loader, not of a {kind}; give it to its load_state_dict"
+    elif isinstance(former, str) and former != kind:
+        text = (
+            f"the state is of a {former}, but this is a {kind}; make the sampler that there was "
+            "then, or start anew without the state"
+        )
+    else:
+        text = f"this is no state of a {kind}: it has no {missing!r}, but {brief_repr(list(state))}"
+    return ValueError(text)
 
 
 def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) -> ValueError:

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any
 
 from minloader._formats import is_news
+from minloader._sampling.base import Sampler
 from minloader._sampling.ranks import dealer_of, dealer_of_process, with_inner
 
 logger = logging.getLogger("minloader.ranks")
@@ -23,6 +24,16 @@ def look_at_ranks(sampler: Any) -> None:
         sampler: of the epoch that begins.
     """
     found = with_inner(sampler)
+    for each in found:
+        inner = with_inner(each)[1:]
+        if _ranks(each) is not None and _ranks(each) in map(_ranks, inner):
+            logger.warning(
+                "two samplers, one within the other, have rank=%d and world_size=%d: each rank "
+                "gets its part of its part, and the rest is nobody's; give them to the outer one "
+                "alone; said once",
+                each.rank,
+                each.world_size,
+            )
     if dealer_of(sampler).by is not None or _is_read_by_accelerate():
         return
     if any(type(each).__module__.split(".")[0] not in ("minloader", "torch") for each in found):
@@ -35,6 +46,13 @@ def look_at_ranks(sampler: Any) -> None:
         'logging.getLogger("minloader.ranks").setLevel("ERROR"); said once',
         dealer_of_process().ranks,
     )
+
+
+def _ranks(sampler: Any) -> tuple[int, int] | None:
+    """Return the rank of a sampler of ours, and of how many; None if it does not deal out."""
+    if not isinstance(sampler, Sampler) or sampler.world_size == 1:
+        return None
+    return sampler.rank, sampler.world_size
 
 
 def _is_read_by_accelerate() -> bool:

@@ -245,13 +245,15 @@ def death_error(death: Death, batch: BatchLabel, tries: int) -> BatchError:
     if death.stack is None:
         crash = death.crash and f"; it was at\n{death.crash}"
         return WorkerDied(
-            f"a worker (pid {death.pid}) died while it made {batch}: {death.cause}{times}{crash}",
+            f"a worker (pid {death.pid}) died while it made {batch}: {death.cause}{times}; "
+            f"on_sample_error='skip' leaves such samples out{crash}",
             exitcode=death.exitcode,
             stack=death.crash,
         )
     stack = death.stack or "(the worker did not answer)\n"
     return BatchTimeout(
-        f"{batch}, took longer than timeout allows{times}; worker {death.worker} (pid {death.pid}) "
+        f"{batch}, took longer than timeout allows{times}; set a longer timeout, or have "
+        f"on_sample_error='skip' leave such samples out; worker {death.worker} (pid {death.pid}) "
         f"was at\n{stack}",
         stack=death.stack,
     )

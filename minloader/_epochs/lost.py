@@ -152,7 +152,10 @@ def _after_error(lane: LossyLane, task: Task, error: BaseException) -> list[Task
     if isinstance(error, BrokenExecutor | CancelledError):
         if pool.replaces:
             return [task.part(0, len(task.items))]  # another's worker died
-        text = f"a worker of the executor died, which is broken since: {error}"
+        text = (
+            f"a worker of the executor died, which is broken since: {error} Spawned workers import "
+            "the script, which needs the guard if __name__ == '__main__' then"
+        )
         dead = [WorkerDied(text) for _ in task.items]
         return [task.part(0, len(task.items)).failed(dead, fatal=True)]
     # An error of the user's executor, or no room here. Which batch is at fault shows one by

@@ -263,7 +263,8 @@ def from_state(
         )
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"the state is damaged: {error!r}, in {brief_repr(dict(state))}"
+            f"the state is damaged: {error!r}, in {brief_repr(dict(state))}; take another one, or "
+            "start anew without a state"
         ) from error
     if is_stream and former_batch_size != batch_size:
         raise ValueError(

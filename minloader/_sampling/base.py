@@ -354,9 +354,9 @@ class Sampler(Resettable):
         identity = self._identity()
         for name in (*identity, "epoch", *self._beginning()):
             if name not in state:
-                raise ValueError(
-                    f"the state has no {name!r}, so it is not from this kind of sampler"
-                )
+                from minloader._diagnosis.mistakes import no_state_of_a_sampler
+
+                raise no_state_of_a_sampler(self, state, name)
         for name in identity:
             if name in self._dealt_by or state[name] == identity[name]:
                 continue

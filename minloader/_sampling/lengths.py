@@ -37,5 +37,9 @@ def _length_or_error(length_of: Callable[[Any], Any], item: Any) -> Any:
     except Exception as error:
         if breaks_in(error):
             raise
-        error.add_note(f"minloader: when the length of {brief_repr(item)} was looked up")
+        text = f"minloader: when the length of {brief_repr(item)} was looked up"
+        if type(item) is list:
+            text += "; if that is a batch, give an inner sampler that gives single items, such as "
+            text += "BatchSampler(n, None)"
+        error.add_note(text)
         return error

@@ -120,7 +120,7 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
         multiple_of = self._of_part("multiple_of", path)
         is_left = self._of_part("side", path) == "left"
         axis = self._of_part("axis", path)
-        if axis:
+        if axis or len({array.shape[1:] for array in arrays}) > 1:
             arrays = _with_first(axis, arrays, path)
         dtype = common_dtype("pad_collate", arrays, path, value)
         lengths = np.array([len(array) for array in arrays], dtype=np.int64)
@@ -150,6 +150,7 @@ def _with_first(axis: int, arrays: list[NDArray[Any]], path: str) -> list[NDArra
     views = [np.moveaxis(array, axis, 0) for array in arrays]
     if len({view.shape[1:] for view in views}) > 1:
         raise ValueError(
-            f"{there_are}, which differ in another axis; bring that to one size in transform"
+            f"{there_are}, which differ in another axis; say by axis which one is padded, and "
+            "bring others to one size in transform"
         )
     return views

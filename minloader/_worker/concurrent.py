@@ -35,7 +35,7 @@ from minloader._formats import brief_repr
 from minloader._memory import forks
 from minloader._protocols import has_getitem
 from minloader._worker.current import get_worker_info
-from minloader._worker.messages import WorkerInfo, current_info
+from minloader._worker.messages import NO_SAMPLE, WorkerInfo, current_info
 
 Futures = list["Future[Any]"]
 Reads = list[tuple[Any, WorkerInfo | None]]
@@ -52,8 +52,14 @@ since the dataset may need that to close what it has open."""
 
 def _info_of_sample(info: WorkerInfo, index: Any) -> WorkerInfo:
     """Return what holds for one sample of a batch, which may be made beside others."""
+    batch = info._current
+    # Without what was passed by: a read has its own numbers, whatever becomes of the others.
+    key = (*(n for n in batch.key if n >= 0), batch.reads)
+    batch.reads += 1
+    if batch.sample is not NO_SAMPLE:
+        index = batch.sample  # of a wrapper around what reads
     sample_info = replace(info)
-    sample_info._current = info._current.of_sample(index)
+    sample_info._current = replace(batch, key=key, rng=None, sample=index, sample_rng=None)
     return sample_info
 
 

@@ -335,15 +335,6 @@ class CurrentBatch:
         self.stage = stage
         self.sample_rng = None
 
-    def of_sample(self, index: Any) -> CurrentBatch:
-        """Return what holds for one sample of the batch, which may be made beside others."""
-        # Without what was passed by: a read has its own numbers, whatever becomes of the others.
-        key = (*(n for n in self.key if n >= 0), self.reads)
-        self.reads += 1
-        if self.sample is not NO_SAMPLE:
-            index = self.sample  # of a wrapper around what reads
-        return replace(self, key=key, rng=None, sample=index, sample_rng=None)
-
 
 @dataclass
 class WorkerInfo:

@@ -27,6 +27,14 @@ from minloader._prefetch import Prefetch, prefetched
 from minloader._sampling.walk import DEEPER, same_container, walk
 
 
+def _check_cuda(device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device is {str(device)!r}, but torch finds no GPU (torch.cuda.is_available() is "
+            'False); give "cpu", or install a torch that has CUDA'
+        )
+
+
 def check_pinning(device: str) -> None:
     """Refuse a type of device that memory would not be pinned for."""
     accelerator = _accelerator()
@@ -140,6 +148,7 @@ def to_device(
     """
     checked_bool("convert", convert)
     target = torch.device(device)
+    _check_cuda(target)
     move = _CudaMover(target) if target.type == "cuda" else partial(_move, target)
     function = partial(_convert_and_move, move) if convert else move
     made: Prefetch[Any] = prefetched(batches, function, depth, receive=partial(_received, target))
