@@ -77,7 +77,30 @@ def test_an_object_that_is_filled_again_is_told_in_a_batch(wrap, is_told, worker
     options: Any = {"num_workers": workers, "executor": "thread"}
     with Loader(Refilled(12, wrap), batch_size=4, **options) as loader:
         list(loader)
-    assert ("yield a new object each time" in caplog.text) == is_told
+    assert ("return a new object each time" in caplog.text) == is_told
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("wrap", "sampler", "is_told"),
+    [
+        (lambda array: array, [[0, 1, 2]], True),
+        (lambda array: array, [[1, 0, 1]], False),  # which asks for one twice
+        (np.copy, [[0, 1, 2]], False),
+        (lambda array: None, [[0, 1, 2]], False),
+    ],
+)
+def test_so_it_is_in_a_batch_of_samples(wrap, sampler, is_told, workers, caplog):
+    array = np.zeros(2)
+
+    def fill(index: int) -> Any:
+        array[:] = index
+        return wrap(array)
+
+    options: Any = {"num_workers": workers, "executor": "thread", "collate_fn": list}
+    with Loader(fill, sampler, **options) as loader:
+        list(loader)
+    assert ("return a new object each time" in caplog.text) == is_told
 
 
 class PlacedReading(Iterator[int]):

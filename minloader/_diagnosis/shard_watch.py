@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minloader._diagnosis.leaves import first_leaves
@@ -104,11 +105,19 @@ def report_rereading(again: list[int]) -> None:
     )
 
 
-def report_refilled(sample: Any) -> None:
-    """Say in the log that a batch of a stream has one object several times."""
+def look_at_refilled(sample: Any, indices: Sequence[Any]) -> None:
+    """Say in the log that a batch has one object several times, if that can be filled anew.
+
+    Args:
+        sample: the object, which is the first of the batch and the last.
+        indices: of the samples; () of a stream.
+    """
+    is_asked_twice = len(indices) > 1 and repr(indices[0]) == repr(indices[-1])
+    if is_asked_twice or not hasattr(sample, "__setitem__"):
+        return
     logger.warning(
-        "the stream has yielded one object, of type %s, several times for a batch: if it is filled "
-        "anew each time, all of these are the last one; yield a new object each time, or a copy of "
-        "that one (said once)",
+        "one object, of type %s, comes several times in a batch: if the dataset fills it anew each "
+        "time, all of these are the last one; return a new object each time, or a copy of that one "
+        "(said once)",
         type(sample).__name__,
     )

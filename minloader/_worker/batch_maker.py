@@ -101,6 +101,10 @@ class BatchMaker:
         collate_fn = self.job.collate_fn
         given = samples
         samples, numbers = self._without_skipped(samples)
+        if isinstance(samples, list) and samples[1:] and samples[0] is samples[-1]:
+            from minloader._diagnosis.shard_watch import look_at_refilled  # of few
+
+            look_at_refilled(samples[0], indices)
         if transform is not None:
             begin = time.perf_counter()
             samples = self._each(transform, samples, indices, ("transform",), numbers=numbers)

@@ -271,10 +271,6 @@ class ShardReader(Reader):
             return END
         samples = batches[0]
         self.last_fingerprint = self._fingerprint(samples)
-        if samples[0] is samples[-1] and hasattr(samples[0], "__setitem__") and len(samples) > 1:
-            from minloader._diagnosis.shard_watch import report_refilled  # of few
-
-            report_refilled(samples[0])
         return samples
 
     def pass_over(self, begin_next: Callable[[int], object]) -> None:
