@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ myst_heading_anchors = 3
 autodoc_mock_imports = ["jax", "torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+add_module_names = False  # the heading says it, and some are in a private one
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # or a field named under "Attributes:" would be described twice
 
@@ -44,6 +47,14 @@ def _begin_with_a_comment(
         lines[:0] = ["..", ""]
 
 
+def _without_private_paths(app: Sphinx, doctree: Any, page: str) -> None:
+    """Show classes without the module that they are in, where that is private."""
+    for node in list(doctree.findall()):
+        if type(node).__name__ == "Text" and "minloader._" in node:
+            node.parent.replace(node, type(node)(re.sub(r"minloader\._[a-z_.]*", "", node)))
+
+
 def setup(app: Sphinx) -> None:
     """Have docstrings pass through here before they reach napoleon, whose priority is 500."""
     app.connect("autodoc-process-docstring", _begin_with_a_comment, priority=400)
+    app.connect("doctree-resolved", _without_private_paths)
