@@ -170,7 +170,7 @@ class Programs(RuleBasedStateMachine):
             breaks = None
         with self.noted("iter" if breaks is None else f"{came(breaks)} in iter") as program:
             program.begin("iter", breaks=breaks)
-        if count:
+        if count and self.live:  # it may be that an alarm kept it from beginning
             self.take(-1, count)
 
     @precondition(lambda self: self.can_begin and not self.live)
