@@ -299,7 +299,7 @@ def test_foreign_executor_in_a_fork_is_refused():
         ),
         ({"sampler": 3}, TypeError, "sampler must be iterable or None, got 3"),
         ({"dataset": 3}, TypeError, "dataset must have __getitem__ or __iter__, or be callable"),
-        ({"dataset": iter([])}, TypeError, "dataset must have __getitem__ or __iter__, or be"),
+        ({"dataset": iter([])}, TypeError, "dataset is a stream, .* it takes no sampler; drop"),
         ({"dataset": len, "sampler": None}, TypeError, r"sampler is needed.*no len\(\)"),
     ],
 )
