@@ -101,7 +101,7 @@ class BatchMaker:
         collate_fn = self.job.collate_fn
         given = samples
         samples, numbers = self._without_skipped(samples)
-        if isinstance(samples, list) and samples[1:] and samples[0] is samples[-1]:
+        if isinstance(samples, list) and len(samples) > 1 and samples[0] is samples[-1]:
             from minloader._diagnosis.shard_watch import look_at_refilled  # of few
 
             look_at_refilled(samples[0], indices)
