@@ -631,7 +631,7 @@ def test_who_is_lost_in_the_middle_of_a_chunk_is_found(deed, always, tmp_path, m
         assert_equal(results, expected[200:250] + expected[250 + always :])
         if always:
             assert (type(error), error.ordinal, error.item) == (BatchTimeout, 250, 250)
-            assert "took longer than timeout allows (tried 2 times)" in str(error)
+            assert "took longer than timeout allows (tried 2 times); set a longer" in str(error)
             assert caplog.text.count("a batch took too long") == 2
         assert loader.stats.errors.retries == 1
         assert loader.stats.errors.replaced == 1 + always
@@ -695,7 +695,8 @@ def test_a_foreign_executor_that_breaks_fails_every_batch_at_once():
         assert first == 0
         assert [type(error) for error in errors] == [WorkerDied] * 4
         assert [error.ordinal for error in errors] == [1, 2, 3, 4]
-        assert "a worker of the executor died, which is broken since" in str(errors[0])
+        assert "which is broken since" in str(errors[0])
+        assert "needs the guard if __name__" in str(errors[0])
 
 
 def fail_to_start() -> None:

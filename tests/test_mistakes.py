@@ -1120,6 +1120,19 @@ def test_an_init_function_that_expects_a_number_is_told_what_it_gets(anywhere):
     assert "worker_init_fn gets a WorkerInfo, whose id is" in caught.value.__notes__[0]
 
 
+class Broken:
+    """A stream with an error of a type that datasets raise for items of another kind."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise TypeError("no number")
+
+
+def test_an_error_of_a_stream_has_no_advice_on_items_of_samplers(anywhere):
+    with pytest.raises(TypeError, match="no number") as caught:
+        list(anywhere(Broken()))
+    assert "Concatenated" not in caught.value.__notes__[0]
+
+
 def test_an_empty_dataset_is_told(caplog):
     with Loader([], batch_size=2, num_workers=0) as loader:
         assert list(loader) == []

@@ -1,4 +1,4 @@
-"""Says in the log what looks wrong with the shards of a stream."""
+"""Says in the log what looks wrong with the shards of a stream, and with the samples of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where there are several ranks, and nobody deals the samples out to them."""
+"""What is said where there are several ranks, and nobody deals samples out to them, or two do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger.addFilter(is_news)  # the filter of its parent sees none of its lines
 
 
 def look_at_ranks(sampler: Any) -> None:
-    """Say in the log if all ranks get the same batches, as far as that can be told.
+    """Say in the log if all ranks get the same batches, or parts of parts, if that can be told.
 
     Nothing is known of lists and of what users write: they may be of one rank.
 
