@@ -392,10 +392,11 @@ class Loader(Generic[B]):
         """Leave out the next ``n`` batches without making them, as after a spike of the loss.
 
         They count as handed over, for a state too. All other batches stay as they are. In the
-        middle of an epoch, the next batches in the order of the sampler are left out, up to the end
-        of the epoch. What the sampler raises among them comes from the next ``next``. Otherwise it
-        is the first ones of the next ``iter``, also after :meth:`load_state_dict` and
-        :meth:`set_epoch`.
+        middle of an epoch, whose iterator somebody has, the next batches in the order of the
+        sampler are left out, up to the end of the epoch. What the sampler raises among them comes
+        from the next ``next``. Otherwise it is the first ones of the next ``iter``, also after
+        :meth:`load_state_dict` and :meth:`set_epoch`. (After Ctrl-C, a traceback that is kept has
+        the iterator, too: call ``iter`` first, and then this.)
 
         Args:
             n: how many batches, as the sampler gives them.

@@ -900,6 +900,30 @@ def test_a_loader_that_failed_goes_when_it_is_let_go_of(where, way, no_collector
     assert {each() for each in run()} == {None}
 
 
+@pytest.mark.parametrize("raises", [KeyboardInterrupt, TimeLimit])
+@pytest.mark.parametrize("data", [(Echo(), OwnGenerator(6)), (Numbers(6),)])
+def test_an_iterator_that_an_interrupt_came_out_of_goes_when_it_is_let_go_of(
+    data, raises, no_collector
+):
+    """At once, from each third place: or ``skip`` would still be of its epoch, not of the next."""
+    places = 0
+    for place in itertools.count(0, 3):
+        loader = Loader(*data, **HERE)
+        batches = iter(loader)
+        next(batches)
+        outcome = interrupted(batches.__next__, place, raises=raises)
+        if not outcome.reached:
+            break
+        places += outcome.interrupted
+        seen = weakref.ref(batches)
+        del batches
+        assert seen() is None, outcome.where
+        if len(data) == 2:
+            loader.skip(2)
+            assert len(list(loader)) == 6 - 2
+    assert places > 80
+
+
 class AwaitedFaulty(Numbers):
     async def __getitem__(self, index: int) -> int:
         if index == 0:

@@ -41,6 +41,7 @@ from minloader import (
     SharedList,
     TransportError,
     WorkerDied,
+    collate,
     concurrent,
     pack_collate,
     pad_collate,
@@ -407,11 +408,20 @@ def _length_of_epochs() -> int:
         return len(loader.epochs(3))  # type: ignore[arg-type]
 
 
-CALLS: list[Any] = [partial(pack_entry, "a", 0), partial(SharedList, ["a"]), _length_of_epochs]
+RAGGED = [{"x": np.arange(2), "y": 0}, {"x": np.arange(3), "y": 1}]
+
+CALLS: list[Any] = [
+    partial(pack_entry, "a", 0),
+    partial(SharedList, ["a"]),
+    _length_of_epochs,
+    partial(collate, [{"x": np.arange(2), "y": 0}] * 2),
+    partial(pad_collate(axis=0), RAGGED),
+    partial(pack_collate(), RAGGED),
+]
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_time_limit_is_not_taken_for_an_error_of_what_is_packed_or_copied(call):
+def test_a_time_limit_is_not_taken_for_an_error_of_what_is_packed_or_stacked(call):
     """Another way would be tried then, or another error be raised."""
     for place in itertools.count():
         outcome = interrupted(call, place, raises=TimeLimit)

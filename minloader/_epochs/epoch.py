@@ -441,9 +441,9 @@ class Epoch:
             for lane in may_be_next:
                 former = lane.current
                 coming = lane.look()
-                if coming is Coming.BATCH and lane.current is former:
-                    return lane, coming
                 if coming is Coming.BATCH:
+                    if lane.current is former:
+                        return lane, coming
                     self.fill()  # before the consumer gets to work
                 if coming is Coming.BATCH or coming is Coming.ERROR:
                     self.shared.counters.count_task_wait(begin)

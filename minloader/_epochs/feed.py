@@ -166,7 +166,8 @@ class SamplerFeed(Reader):
         try:
             self.open()
         except Exception as error:
-            self._note_error(error)
+            if self._note_error(error):
+                raise
             self.is_ended = True
 
     def _or_over(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -302,7 +303,8 @@ class SamplerFeed(Reader):
                 if time.perf_counter() > until:
                     return
         except Exception as error:
-            self._note_error(error)
+            if self._note_error(error):
+                raise
 
     def finish(self, task: Task) -> None:
         """Note that all items of a task were drawn. Harmless when repeated."""
@@ -315,15 +317,16 @@ class SamplerFeed(Reader):
             # this counts only if there is another item: then it comes again.
             self.note_state()
 
-    def _note_error(self, error: Exception) -> None:
-        """Have an error raised in its turn; what breaks in is raised now."""
+    def _note_error(self, error: Exception) -> bool:
+        """Have an error raised in its turn. Return whether it breaks in: that is raised now."""
         noted = self.error
         if noted is None:
             self.error = error  # first: it may not come again
         if breaks_in(error):
             self.error = noted
-            raise error
+            return True
         self.fail(error)
+        return False
 
     def fail(self, error: Exception) -> None:
         """Have an error of the sampler raised in the place of the next item."""

@@ -390,13 +390,12 @@ class Lane:
         if made == len(task.items):
             task.settle(reply, ticket.memory)
             return
-        pieces = []
+        starts = range(made, len(task.items), self._chunk)
+        pieces = [task.part(n, n + self._chunk) for n in starts]
         if made:
             made_part = task.part(0, made)
             made_part.settle(reply, ticket.memory)
-            pieces.append(made_part)
-        for n in range(made, len(task.items), self._chunk):
-            pieces.append(task.part(n, n + self._chunk))
+            pieces.insert(0, made_part)
         self._replace(task, pieces)
         task.ticket = None
 
@@ -420,9 +419,8 @@ class Lane:
                 "%s; said once",
                 slots.advice,
             )
-        ordinal = self.ordinal_in_epoch(task.first)
-        labels = {"batch": ordinal, "count": made, "epoch": self.feed.epoch}
-        counters.made(reply, labels)
+        first = self.ordinal_in_epoch(task.first)
+        counters.made(reply, {"batch": first, "count": made, "epoch": self.feed.epoch})
         memory = figures.usage.memory
         if not memory:
             return

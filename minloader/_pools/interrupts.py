@@ -9,6 +9,7 @@ from __future__ import annotations
 
 # The functions of signal make enums of what they get, which takes longer than they.
 import _signal  # type: ignore[import-not-found]
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import get_ident, main_thread
@@ -46,7 +47,7 @@ class Interrupts:
         self.is_on = False
         self.is_unsure = False
         self._former: Any = None  # the handler whose place this has taken
-        self._held: Any = None
+        self._has_come = False  # while it was held
         self._passed: BaseException | None = None
 
     def __enter__(self) -> None:
@@ -90,16 +91,16 @@ class Interrupts:
         if _signal.getsignal(self._number) == self._note:
             _signal.signal(self._number, former)
         # Only now: the line above calls handlers that are due, before it sets the other one.
-        held = self._held
         self._former = None
-        self._held = None
-        if held is not None:
-            former(*held)
+        if self._has_come:
+            self._has_come = False
+            # The frame where it came would be part of a cycle, if it were kept.
+            former(self._number, sys._getframe())
 
     def _note(self, *args: Any) -> None:
         former = self._former
         if self.is_on:
-            self._held = args
+            self._has_come = True
             return
         # The block was left by an exception that came before the handler was put back.
         if former is not None:

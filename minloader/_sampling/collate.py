@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minloader._arguments import checked_int
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._memory.slot_writer import empty
 from minloader._protocols import is_array_like
@@ -312,6 +313,8 @@ def _joined(join_sequences: Any, samples: Sequence[Any], path: str) -> Any:
     try:
         arrays = [np.asarray(sample) for sample in samples]
     except Exception as error:  # of a tensor: in bfloat16, sparse, with a gradient, on a device
+        if breaks_in(error):
+            raise
         raise TypeError(
             f"collate: {path} is a {type(first).__name__} that numpy cannot hold ({error}); "
             "convert it in transform, for example by .detach().float(), or give a collate_fn of "
