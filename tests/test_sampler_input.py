@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from conftest import flat, outcomes, plain, require
 from helpers import Lazily, SelfIterating, Stateful
+from our_samplers import FEW, GIVEN
 
 from minloader import (
     BatchSampler,
@@ -27,15 +28,6 @@ from minloader import (
     sliced,
 )
 from minloader._sampling import windows
-
-LENGTHS = [1, 2, 3, 4] * 5
-GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
-    "batch": (BatchSampler, {"n_or_sampler": 20, "batch_size": 3}),
-    "dynamic": (DynamicBatchSampler, {"lengths": LENGTHS, "max_total": 7}),
-    "packed": (PackedBatchSampler, {"lengths": LENGTHS, "capacity": 4, "rows": 2}),
-    "mixture": (MixtureSampler, {"parts": [9, 9], "weights": [1, 1]}),
-}
-"""Each kind of sampler, and arguments for it."""
 
 PLANNED: dict[str, Callable[..., Any]] = {
     "dynamic": partial(DynamicBatchSampler, max_total=5),
@@ -545,9 +537,9 @@ def test_a_mixture_has_no_length_where_it_is_not_known_what_comes():
         ("batch", {"n_or_sampler": 21}, "is 21, but the state is of n 20; give the dataset and"),
         ("batch", {"batch_size": 4}, "batch_size is 4, but the state is of batch_size 3"),
         ("batch", {"last_batch": "discard"}, "last_batch is 'discard', but the state is of last"),
-        ("dynamic", {"lengths": LENGTHS[::-1]}, "the lengths, or their costs, are not those"),
+        ("dynamic", {"lengths": FEW[::-1]}, "the lengths, or their costs, are not those"),
         ("dynamic", {"cost": lambda n: n + 1}, "the lengths, or their costs, are not those"),
-        ("dynamic", {"lengths": Lazily(LENGTHS)}, "is None, but the state is of n 20"),
+        ("dynamic", {"lengths": Lazily(FEW)}, "is None, but the state is of n 20"),
         ("dynamic", {"sampler": range(20)}, "is None, but the state is of n 20"),
         (
             "dynamic",

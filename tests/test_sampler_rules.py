@@ -1,7 +1,6 @@
 """What all samplers promise, for every one of them: rules x kinds.
 
-A kind is a function of the rank and the world size. Windows are of 24 samples here, so that an
-epoch has several.
+Windows are of 24 samples here, so that an epoch has several.
 """
 
 import json
@@ -15,12 +14,14 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+import our_samplers
 import pytest
 from conftest import outcomes, printed_by, variants
 from helpers import Lazily
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import Raising, every_rank, plain
+from our_samplers import GIVEN, KINDS, LENGTHS, LIMITED, OF_SIZE, N, Told
 
 import minloader
 from minloader import (
@@ -34,10 +35,6 @@ from minloader import (
 from minloader._sampling import windows
 from minloader._sampling.seeding import Piece
 
-N = 61
-LENGTHS = [1 + 7 * n % 13 + (30 if n == 17 else 0) for n in range(N)]
-PARTS = [20, 30, 11]
-
 
 @pytest.fixture(autouse=True, scope="module")
 def small_windows() -> Iterator[None]:
@@ -45,132 +42,6 @@ def small_windows() -> Iterator[None]:
     patch.setattr(windows, "WINDOW", 24)
     yield
     patch.undo()
-
-
-class Foreign:
-    """A sampler of somebody else's: a generator, with a state."""
-
-    def __init__(self, n: int | None = None) -> None:
-        self.n, self.epoch, self.at, self.begin = N if n is None else n, 0, 0, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin = state.pop("at")
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.n))
-        random.Random(self.epoch).shuffle(order)
-        self.at, self.begin = self.begin, 0
-        while self.at < self.n:
-            self.at += 1
-            yield order[self.at - 1]
-
-
-class Told(Foreign):
-    """It is told its epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-class Counting(Foreign):
-    """It counts its epochs itself, and is at the next when one ends."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin, self.epoch = self.at, self.epoch = state.pop("at"), state.pop("epoch")
-
-    def __iter__(self) -> Iterator[int]:
-        yield from super().__iter__()
-        self.at, self.epoch = 0, self.epoch + 1
-
-
-def lengths_of(item: Any) -> int:
-    return LENGTHS[item[1] if isinstance(item, tuple) else item]
-
-
-def mixture(**options: Any) -> MixtureSampler:
-    return MixtureSampler(PARTS, [0.5, 0.3, 0.2], **{"stop": "last", "shuffle": True, **options})
-
-
-def twice(part: Any, **options: Any) -> MixtureSampler:
-    """Each part stands where it is, though both are the same object."""
-    return MixtureSampler([part, part], [2, 1], 3, "last", **options)
-
-
-BUDGET = {"max_total": 60, "shuffle": True}
-ITEMS = dict(enumerate(LENGTHS))
-
-KINDS: dict[str, Callable[..., Any]] = {
-    "batch": lambda **w: BatchSampler(N, 3, **w),
-    "batch shuffled": lambda **w: BatchSampler(N, 3, shuffle=True, **w),
-    "batch discard": lambda **w: BatchSampler(N, 4, True, "discard", **w),
-    "batch rollover": lambda **w: BatchSampler(N, 4, True, "rollover", **w),
-    "batch singles": lambda **w: BatchSampler(N, None, shuffle=True, **w),
-    "batch asked": lambda **w: BatchSampler(partial(int, N), 3, shuffle=True, **w),
-    "batch asked rollover": lambda **w: BatchSampler(partial(int, N), 4, True, "rollover", **w),
-    "batch list": lambda **w: BatchSampler(list(range(N)), 3, shuffle=True, **w),
-    "batch lazy": lambda **w: BatchSampler(Lazily(range(N)), 3, **w),
-    "batch told": lambda **w: BatchSampler(Told(), 3, **w),
-    "batch told rollover": lambda **w: BatchSampler(Told(), 4, last_batch="rollover", **w),
-    "batch counting": lambda **w: BatchSampler(Counting(), 3, **w),
-    "batch ours": lambda **w: BatchSampler(BatchSampler(N, None, shuffle=True), 3, **w),
-    "batch mixture": lambda **w: BatchSampler(mixture(), 3, **w),
-    "dynamic": lambda **w: DynamicBatchSampler(LENGTHS, max_total=60, **w),
-    "dynamic shuffled": lambda **w: DynamicBatchSampler(LENGTHS, **BUDGET, **w),
-    "dynamic padded": lambda **w: DynamicBatchSampler(
-        LENGTHS, max_padded=80, max_batch=5, buckets=3, shuffle=True, **w
-    ),
-    "dynamic drop": lambda **w: DynamicBatchSampler(
-        LENGTHS, max_total=25, long="drop", shuffle=True, **w
-    ),
-    "dynamic lazy": lambda **w: DynamicBatchSampler(Lazily(LENGTHS), max_total=60, **w),
-    "dynamic lazy buckets": lambda **w: DynamicBatchSampler(
-        Lazily(LENGTHS), max_padded=80, buckets=2, shuffle=True, **w
-    ),
-    "dynamic told": lambda **w: DynamicBatchSampler(LENGTHS, **BUDGET, sampler=Told(), **w),
-    "dynamic counting": lambda **w: DynamicBatchSampler(ITEMS, **BUDGET, sampler=Counting(), **w),
-    "dynamic mixture": lambda **w: DynamicBatchSampler(
-        lengths_of, **BUDGET, sampler=mixture(), **w
-    ),
-    "dynamic singles": lambda **w: DynamicBatchSampler(
-        LENGTHS, **BUDGET, sampler=BatchSampler(BatchSampler(N, None, True), None), **w
-    ),
-    "packed": lambda **w: PackedBatchSampler(LENGTHS, 45, 2, **w),
-    "packed shuffled": lambda **w: PackedBatchSampler(LENGTHS, 45, 2, shuffle=True, **w),
-    "packed window": lambda **w: PackedBatchSampler(LENGTHS, 45, window=10, shuffle=True, **w),
-    "packed drop": lambda **w: PackedBatchSampler(LENGTHS, 30, 2, "drop", shuffle=True, **w),
-    "packed split": lambda **w: PackedBatchSampler(LENGTHS, 9, 2, "split", shuffle=True, **w),
-    "packed lazy": lambda **w: PackedBatchSampler(Lazily(LENGTHS), 45, 2, shuffle=True, **w),
-    "packed told": lambda **w: PackedBatchSampler(LENGTHS, 45, sampler=Told(), **w),
-    "packed mixture": lambda **w: PackedBatchSampler(
-        lengths_of, 9, 2, "split", shuffle=True, sampler=mixture(), **w
-    ),
-    "mixture": lambda **w: mixture(batch_size=3, **w),
-    "mixture singles": lambda **w: mixture(stop="first", shuffle=False, **w),
-    "mixture by length": lambda **w: mixture(batch_size=3, lengths=lengths_of, **w),
-    "mixture told": lambda **w: MixtureSampler(
-        [Told(30), BatchSampler(20, None, True), 11], [3, 2, 1], 3, "last", **w
-    ),
-    "mixture of one twice": lambda **w: twice(BatchSampler(9, None, shuffle=True), **w),
-    "mixture rollover": lambda **w: MixtureSampler(
-        [BatchSampler(20, 3, last_batch="rollover"), 10], [2, 1], 2, "last", **w
-    ),
-    "mixture never": lambda **w: MixtureSampler(
-        [Limited(), Told(7)], [2, 1], 3, "first", shuffle=True, **w
-    ),
-}
-
-
-class Limited(BatchSampler):
-    """A part that ends, beside one that is begun anew."""
-
-    def __init__(self) -> None:
-        super().__init__(MixtureSampler([5, 9], [1, 1], stop="last", shuffle=True), None)
 
 
 SINGLES = ["batch singles", "mixture singles"]
@@ -191,8 +62,10 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def test_each_sampler_is_here():
-    names = {type(make()).__name__ for make in KINDS.values()}
-    assert names >= {name for name in minloader.__all__ if name.endswith("Sampler")}
+    all_samplers = {name for name in minloader.__all__ if name.endswith("Sampler")}
+    assert {type(make()).__name__ for make in KINDS.values()} >= all_samplers
+    assert {each.__name__ for each, _ in GIVEN.values()} == all_samplers
+    assert {type(make(9)).__name__ for make, _ in OF_SIZE.values()} == all_samplers
 
 
 def items_of(kind: str, batches: Any) -> list[Any]:
@@ -695,25 +568,6 @@ def test_an_epoch_after_errors_that_a_state_is_amid(make):
 # --- arguments --------------------------------------------------------------------------------
 
 
-LIMITED: dict[str, Any] = {
-    "max_batch": lambda most, **w: DynamicBatchSampler(
-        LENGTHS, 60, max_batch=3 if most else None, shuffle=True, **w
-    ),
-    "max_total": lambda most, **w: DynamicBatchSampler(
-        LENGTHS, 45 if most else 60, shuffle=True, **w
-    ),
-    "max_padded": lambda most, **w: DynamicBatchSampler(
-        Lazily(LENGTHS), max_padded=45 if most else 60, buckets=2, **w
-    ),
-    "rows": lambda most, **w: PackedBatchSampler(LENGTHS, 45, 3 if most else None, **w),
-    "capacity": lambda most, **w: PackedBatchSampler(
-        LENGTHS, 45 if most else 60, window=20, shuffle=True, **w
-    ),
-    "batch_size": lambda most, **w: BatchSampler(N, 6 if most else 2, True, **w),
-}
-"""Samplers with another limit on a batch, by the name of that."""
-
-
 @pytest.mark.parametrize("limit", LIMITED)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("loader", [False, True])
@@ -880,10 +734,10 @@ AUGMENTED += [kind for kind in PLAIN if kind not in PARTIAL + SINGLES + SHORT + 
 @variants("kind", AUGMENTED, quick=4)
 def test_8_ranks_then_6_then_3_augment_every_sample_as_undisturbed(monkeypatch, kind):
     """Through loaders, stopped in mid-epoch: every sample once, each augmented alike."""
-    more = {"N": 4 * N, "LENGTHS": LENGTHS * 4, "PARTS": [80, 120, 44]}
-    more |= {"ITEMS": dict(enumerate(LENGTHS * 4))}
-    for name, value in more.items():
-        monkeypatch.setitem(globals(), name, value)
+    monkeypatch.setattr(our_samplers, "N", 4 * N)
+    monkeypatch.setattr(our_samplers, "LENGTHS", LENGTHS * 4)
+    monkeypatch.setattr(our_samplers, "PARTS", [80, 120, 44])
+    monkeypatch.setattr(our_samplers, "ITEMS", dict(enumerate(LENGTHS * 4)))
     monkeypatch.setattr(windows, "WINDOW", 96)
 
     def loader(rank: int, world_size: int) -> Loader:

@@ -66,14 +66,13 @@ from kinds import (
     shuffled_indices,
     uneven_part,
 )
+from our_samplers import OF_SIZE
 
 from minloader import (
     BatchError,
     BatchSampler,
-    DynamicBatchSampler,
     Loader,
     MixtureSampler,
-    PackedBatchSampler,
     cached,
     concurrent,
     prefetch,
@@ -207,6 +206,12 @@ def as_alone(make: Callable[..., Any]) -> Callable[..., list[Any]]:
     return items
 
 
+def of_ours(make: Callable[[int], Any], others: dict[str, bool]) -> Kind:
+    """A sampler of ours that carries nothing from one epoch to the next."""
+    items = as_alone(make)
+    return Kind(make, lambda n, at: list(plain(items(n, at))), **{"lists": True} | others)
+
+
 def as_rolled(make: Callable[[int], Any]) -> Callable[..., list[Any]]:
     """The same of one that begins with what the epochs of its chain have left."""
 
@@ -271,33 +276,12 @@ def even_part(n: int, shard: int, shards: int) -> list[int]:
     return list(range(shard, n, shards))
 
 
-def _shuffled(n: int) -> Any:
-    return BatchSampler(n, 2, shuffle=True)
-
-
 def _rolling(n: int) -> Any:
     return BatchSampler(n, 3, shuffle=True, last_batch="rollover")
 
 
 def _rolling_asked(n: int) -> Any:
     return BatchSampler(lambda: n, 3, shuffle=True, last_batch="rollover")
-
-
-def _dynamic(n: int) -> Any:
-    return DynamicBatchSampler([1 + each % 3 for each in range(n)], max_total=4, shuffle=True)
-
-
-def _discarding(n: int) -> Any:
-    return BatchSampler(n, 2, shuffle=True, last_batch="discard", rank=1, world_size=2)
-
-
-def _packed(n: int) -> Any:
-    return PackedBatchSampler([1 + each % 3 for each in range(n)], 4, shuffle=True)
-
-
-def _mixture(n: int) -> Any:
-    parts = [BatchSampler(n, None, shuffle=True), 1 + n // 2]
-    return MixtureSampler(parts, [2, 1], 2, stop="last")
 
 
 def _rolling_parts(n: int) -> Any:
@@ -365,13 +349,9 @@ KINDS: dict[str, Kind] = {
     "own shuffled": Kind(
         lambda n: None, own_shuffled, lists=True, options={"batch_size": 2, "shuffle": True}
     ),
-    "shuffled": Kind(_shuffled, as_alone(_shuffled), lists=True),
+    **{name: of_ours(*row) for name, row in OF_SIZE.items()},
     "rolling": Kind(_rolling, as_rolled(_rolling), lists=True),
     "rolling asked": Kind(_rolling_asked, as_rolled(_rolling), lists=True),
-    "dynamic": Kind(_dynamic, as_alone(_dynamic), lists=True),
-    "discarding": Kind(_discarding, as_alone(_discarding), lists=True),
-    "packed": Kind(_packed, lambda n, at: list(plain(as_alone(_packed)(n, at))), numbers=False),
-    "mixture": Kind(_mixture, as_alone(_mixture), lists=True, numbers=False),
     "rolling parts": Kind(_rolling_parts, as_rolled(_rolling_parts), numbers=False),
     "over rolling": Kind(_over_rolling, as_rolled(_over_rolling), numbers=False),
     "batches of told": Kind(

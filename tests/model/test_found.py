@@ -78,7 +78,7 @@ def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
     slow = [kind for kind in QUICKEST if kind not in quickest]
     kinds = quickest if some else slow + in_turns(OTHERS, PRESSES, name, way)
     those = possible(f"{pressed.before}; press {pressed.call}", way, kinds)
-    pressed = pressed._replace(stride=pressed.stride * (1 if some else 3))
+    pressed = pressed._replace(stride=pressed.stride * (1 if some else 7))
     most = max([press(kind, way, pressed) for kind in those], default=1)
     # Of others not each has such a place; and a feed may have been read by then, for threads.
     if some and not (
@@ -100,7 +100,7 @@ def test_an_interrupt_at_each_place(name, way, some, monkeypatch):
     ("fate", "stride", "kinds"),
     [
         ("as it is", 1499, QUICKEST),
-        ("as it is", 1999, OTHERS),
+        ("as it is", 3001, OTHERS),
         *((each, 997, QUICK) for each in FATES),
     ],
     ids=["some", "others", *FATES],

@@ -36,8 +36,8 @@ def test_found(name, kinds, num_workers):
     [
         (QUICK, 307),
         (QUICK, 127),
-        ([kind for kind in KINDS if kind not in QUICK], 401),
-        (OVER_TORCHS, 41),
+        ([kind for kind in KINDS if kind not in QUICK], 809),
+        (OVER_TORCHS, 83),
     ],
     ids=["some", "at more places", "others", "over torch's"],
 )
@@ -68,7 +68,7 @@ def test_an_alarm_as_another_epoch_begins_than_that_of_a_state():
 @pytest.mark.parametrize("name", PRESSED)
 @pytest.mark.parametrize("kind", QUICK)
 def test_an_interrupt_at_each_place_of_next_beside_a_worker(name, kind):
-    press(kind, 1, PRESSED[name], stride=307)
+    press(kind, 1, PRESSED[name], stride=607)
 
 
 def test_an_order_of_a_generator_of_torchs_is_refused():
