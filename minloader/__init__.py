@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from minloader._memory.slot_writer import empty as empty
     from minloader._prefetch import prefetch as prefetch
     from minloader._sampling.batch import BatchSampler as BatchSampler
+    from minloader._sampling.bucket import BucketBatchSampler as BucketBatchSampler
     from minloader._sampling.collate import Packed as Packed
     from minloader._sampling.collate import collate as collate
     from minloader._sampling.collate import pack_collate as pack_collate
@@ -57,6 +58,7 @@ _MODULES = {
     "_memory.slot_writer": "empty",
     "_prefetch": "prefetch",
     "_sampling.batch": "BatchSampler",
+    "_sampling.bucket": "BucketBatchSampler",
     "_sampling.collate": "Packed collate pack_collate",
     "_sampling.concatenated": "Concatenated",
     "_sampling.dynamic": "DynamicBatchSampler",

@@ -12,7 +12,13 @@ from typing import Any
 
 from helpers import Lazily
 
-from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, PackedBatchSampler
+from minloader import (
+    BatchSampler,
+    BucketBatchSampler,
+    DynamicBatchSampler,
+    MixtureSampler,
+    PackedBatchSampler,
+)
 
 N = 61
 LENGTHS = [1 + 7 * n % 13 + (30 if n == 17 else 0) for n in range(N)]
@@ -82,6 +88,7 @@ class Limited(BatchSampler):
 
 
 BUDGET = {"max_total": 60, "shuffle": True}
+SHAPES = {6: 3, 15: 2, 60: 1}
 ITEMS = dict(enumerate(LENGTHS))
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -119,6 +126,13 @@ KINDS: dict[str, Callable[..., Any]] = {
     "dynamic singles": lambda **w: DynamicBatchSampler(
         LENGTHS, **BUDGET, sampler=BatchSampler(BatchSampler(N, None, True), None), **w
     ),
+    "bucket": lambda **w: BucketBatchSampler(LENGTHS, SHAPES, **w),
+    "bucket shuffled": lambda **w: BucketBatchSampler(LENGTHS, SHAPES, shuffle=True, **w),
+    "bucket drop": lambda **w: BucketBatchSampler(
+        LENGTHS, {6: 3, 15: 1}, shuffle=True, long="drop", **w
+    ),
+    "bucket lazy": lambda **w: BucketBatchSampler(Lazily(LENGTHS), SHAPES, shuffle=True, **w),
+    "bucket told": lambda **w: BucketBatchSampler(LENGTHS, SHAPES, sampler=Told(), **w),
     "packed": lambda **w: PackedBatchSampler(LENGTHS, 45, 2, **w),
     "packed shuffled": lambda **w: PackedBatchSampler(LENGTHS, 45, 2, shuffle=True, **w),
     "packed window": lambda **w: PackedBatchSampler(LENGTHS, 45, window=10, shuffle=True, **w),
@@ -168,6 +182,7 @@ FEW = [1, 2, 3, 4] * 5
 GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "batch": (BatchSampler, {"n_or_sampler": 20, "batch_size": 3}),
     "dynamic": (DynamicBatchSampler, {"lengths": FEW, "max_total": 7}),
+    "bucket": (BucketBatchSampler, {"lengths": FEW, "shapes": {2: 3, 4: 2}}),
     "packed": (PackedBatchSampler, {"lengths": FEW, "capacity": 4, "rows": 2}),
     "mixture": (MixtureSampler, {"parts": [9, 9], "weights": [1, 1]}),
 }
@@ -181,6 +196,10 @@ OF_SIZE: dict[str, tuple[Callable[[int], Any], dict[str, bool]]] = {
     ),
     "dynamic": (
         lambda n: DynamicBatchSampler([1 + k % 3 for k in range(n)], max_total=4, shuffle=True),
+        {},
+    ),
+    "bucket": (
+        lambda n: BucketBatchSampler([1 + k % 3 for k in range(n)], {2: 2, 3: 1}, shuffle=True),
         {},
     ),
     "packed": (

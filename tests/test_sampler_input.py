@@ -33,7 +33,7 @@ PLANNED: dict[str, Callable[..., Any]] = {
     "dynamic": partial(DynamicBatchSampler, max_total=5),
     "packed": partial(PackedBatchSampler, capacity=5),
 }
-"""The samplers of lengths."""
+"""The samplers of lengths that have a budget."""
 
 
 class Indexed:
@@ -106,8 +106,22 @@ def make(kind: str, **changed: Any) -> Any:
         ("packed", {"window": 0}, ValueError, "window must be at least 1, got 0"),
         ("packed", {"window": 0.5}, TypeError, "window must be an int"),
         *(
+            ("bucket", {"shapes": wrong}, TypeError, "shapes must be a dict of lengths and numbers")
+            for wrong in ({}, None, [(2, 3)], 4)
+        ),
+        ("bucket", {"shapes": {4: 2.5}}, TypeError, r"shapes\[4\] must be an int, got 2\.5"),
+        ("bucket", {"shapes": {4: 0}}, ValueError, r"shapes\[4\] must be at least 1, got 0"),
+        ("bucket", {"shapes": {0: 4}}, ValueError, "a length of shapes must be at least 1, got 0"),
+        ("bucket", {"shapes": {9: 4, "a": 4}}, TypeError, "a length of shapes must be an int, got"),
+        (
+            "bucket",
+            {"shapes": {3: 4}},
+            ValueError,
+            r"lengths\[3\] is 4, but must be at least 0 and at most max\(shapes\)=3; raise max",
+        ),
+        *(
             row
-            for kind in PLANNED
+            for kind in ("bucket", *PLANNED)
             for row in (
                 (kind, {"lengths": 5}, TypeError, "lengths must be an iterable of numbers, got 5"),
                 (kind, {"lengths": np.array(5)}, TypeError, "lengths must be an iterable of num"),

@@ -13,7 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kinds import every_rank
 
-from minloader import BatchSampler, DynamicBatchSampler, MixtureSampler, PackedBatchSampler
+from minloader import (
+    BatchSampler,
+    BucketBatchSampler,
+    DynamicBatchSampler,
+    MixtureSampler,
+    PackedBatchSampler,
+)
 from minloader._sampling import windows
 
 invariant = settings(deadline=None, max_examples=150)  # a busy machine is no failure
@@ -402,6 +408,69 @@ def test_batches_of_a_step_are_of_one_bucket_where_they_can_be():
     steps = steps_of(every_rank(kind, 4))
     alike = [spread(lengths[batch].mean() for batch in step) < 0.3 for step in steps]
     assert sum(alike) > 0.9 * len(steps)
+
+
+SHAPES = {16: 8, 64: 4, 100: 1}
+
+
+@invariant
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=120),
+    world_size=st.integers(1, 4),
+    shuffle=st.booleans(),
+    lazy=st.booleans(),
+)
+def test_batches_of_a_bucket_and_of_a_step_have_one_shape(lengths, world_size, shuffle, lazy):
+    def make(**ranks: int) -> Any:
+        given = Lazily(lengths) if lazy else lengths
+        return BucketBatchSampler(given, SHAPES, shuffle=shuffle, **ranks)
+
+    samplers = every_rank(make, world_size)
+    collate = samplers[0].collate(value=-1)
+    got: list[int] = []
+    for step in steps_of([epoch_of(sampler, 1) for sampler in samplers]):
+        found = {collate([np.ones(lengths[n]) for n in batch]).values.shape for batch in step}
+        (shape,) = found
+        assert shape in {(size, length) for length, size in SHAPES.items()}
+        got += [n for batch in step for n in batch]
+    assert len(got) == len(set(got))
+    assert len(lengths) - len(got) == samplers[0].dropped < world_size
+
+
+def test_a_batch_of_no_bucket_is_told():
+    collate = BucketBatchSampler([3, 3], {4: 2}).collate()
+    message = "2 samples, of which sample has up to 5 entries, are no batch of shapes={4: 2}"
+    with pytest.raises(ValueError, match=message):
+        collate([np.ones(5), np.ones(3)])
+
+
+@pytest.mark.parametrize("budget", [{"max_padded": 90}, {"max_total": 90}])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_largest_batches_come_before_the_epoch_and_again_in_it(budget, world_size):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 200)
+
+    def padded(batch: list[int]) -> int:
+        return len(batch) * int(lengths[batch].max())
+
+    samplers = every_rank(
+        partial(DynamicBatchSampler, lengths, **budget, buckets=3, shuffle=True), world_size
+    )
+    for sampler in samplers:
+        sampler.set_epoch(3)
+        state = sampler.state_dict()
+        found = sampler.largest(4)
+        assert sampler.state_dict() == state
+        assert [*map(padded, found)] == sorted(map(padded, sampler), reverse=True)[:4]
+    assert samplers[0].largest() == samplers[0].largest(4)[:1]
+
+
+def test_the_largest_batches_of_lengths_that_are_not_known_are_refused():
+    sampler = DynamicBatchSampler(Lazily([3, 4]), 9)
+    with pytest.raises(TypeError, match="largest is for lengths that are all known"):
+        sampler.largest()
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        DynamicBatchSampler([3, 4], 9).largest(0)
 
 
 def test_a_handful_of_samples_is_not_thrown_away():

@@ -127,6 +127,32 @@ class DynamicBatchSampler(WindowSampler):
             lengths, sampler, long, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
         )
 
+    def largest(self, n: int = 1) -> list[list[int]]:
+        """Return the largest batches that the next epoch has for this rank, the largest first.
+
+        Padded, they take the most memory. A loader that is given them as its sampler shows in the
+        first minute whether they fit. Nothing is taken from the epoch.
+
+        Args:
+            n: how many.
+
+        Raises:
+            TypeError: the lengths are not all known, or ``n`` is not an int.
+            ValueError: ``n`` is below 1.
+        """
+        n = checked_int("n", n, 1)
+        window = self._all
+        if window is None:
+            raise TypeError(
+                "largest is for lengths that are all known; these are read as they are needed: "
+                "give a list or an array of lengths, without sampler"
+            )
+        costs = np.zeros(self.n or 0)
+        costs[slice(None) if window.samples is None else window.samples] = window.costs
+        batches = list(self._begin(self, self.epoch, self._beginning()))
+        batches.sort(key=lambda batch: len(batch) * costs[batch].max(), reverse=True)
+        return batches[:n]
+
     def _plan(self, costs: NDArray[Any], rng: np.random.Generator, by: Any) -> Iterator[Plan]:
         ranks = by["world_size"]
         budget = Budget(

@@ -115,16 +115,20 @@ class pad_collate:  # noqa: N801  # used as a function, like collate
                 return value
         return getattr(type(self), name)
 
+    def _padded_length(self, lengths: NDArray[np.int64], path: str) -> int:
+        """Return how long all become, of sequences of these lengths."""
+        multiple_of: int = self._of_part("multiple_of", path)
+        return -(-int(lengths.max()) // multiple_of) * multiple_of
+
     def _pad(self, arrays: list[NDArray[Any]], path: str) -> Any:
         value = self._of_part("value", path)
-        multiple_of = self._of_part("multiple_of", path)
         is_left = self._of_part("side", path) == "left"
         axis = self._of_part("axis", path)
         if axis or len({array.shape[1:] for array in arrays}) > 1:
             arrays = _with_first(axis, arrays, path)
         dtype = common_dtype("pad_collate", arrays, path, value)
         lengths = np.array([len(array) for array in arrays], dtype=np.int64)
-        longest = -(-int(lengths.max()) // multiple_of) * multiple_of
+        longest = self._padded_length(lengths, path)
         shape = [len(arrays), longest, *arrays[0].shape[1:]]
         at = 1 + axis % arrays[0].ndim  # of the batch
         shape.insert(at, shape.pop(1))
