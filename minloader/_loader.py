@@ -300,9 +300,9 @@ class Loader(Generic[B]):
             TypeError: it is not a path.
             RuntimeError: a trace is being written already, or the loader is closed.
         """
-        from minloader._diagnosis.trace import traced  # few write one
+        from minloader._diagnosis.trace import Traced  # few write one
 
-        return traced(self._shared, path)
+        return Traced(self._shared, path)
 
     def __len__(self) -> int:
         """Number of batches of the epoch under way, or else of the next.

@@ -748,6 +748,15 @@ def test_a_trace_that_cannot_be_written_is_refused_at_once(
         pass
 
 
+def test_a_trace_without_with_is_told(tmp_path):
+    with Loader(Squares(6), num_workers=0) as loader:
+        with pytest.warns(
+            RuntimeWarning, match=r"nothing was written to .*run\.json: write `with lo"
+        ):
+            loader.trace(tmp_path / "run.json")
+        assert len(list(loader)) == 6
+
+
 def test_a_full_disk_ends_the_trace_and_nothing_else(caplog):
     with (
         caplog.at_level(logging.WARNING, "minloader"),

@@ -6,8 +6,8 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 from minloader._diagnosis.figures import split_task
@@ -91,23 +91,35 @@ class Trace:
             logger.warning("the trace %s ends here: %s", self.path, error)
 
 
-@contextmanager
-def traced(shared: Shared, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write a timeline while the block lasts; see :meth:`minloader.Loader.trace`.
+class Traced(AbstractContextManager[None]):
+    """Writes a timeline while its block lasts; see :meth:`minloader.Loader.trace`.
 
     Args:
         shared: what the loader's epochs share.
         path: of the file.
     """
-    shared.check_open()
-    counters = shared.counters
-    if counters.file is not None:
-        raise RuntimeError(
-            f"a trace is being written to {counters.file.path} already; end that first"
-        )
-    counters.file = file = Trace(path)
-    try:
-        yield
-    finally:
-        counters.file = None  # first: another thread may be adding an event
-        file.close()
+
+    def __init__(self, shared: Shared, path: str | os.PathLike[str]) -> None:
+        self._shared = shared
+        self._path = path
+        self._was_entered = False
+
+    def __enter__(self) -> None:
+        self._was_entered = True
+        self._shared.check_open()
+        counters = self._shared.counters
+        if counters.file is not None:
+            raise RuntimeError(
+                f"a trace is being written to {counters.file.path} already; end that first"
+            )
+        self._file = Trace(self._path)
+        counters.file = self._file
+
+    def __exit__(self, *error: object) -> None:
+        self._shared.counters.file = None  # first: another thread may be adding an event
+        self._file.close()
+
+    def __del__(self) -> None:
+        if not self._was_entered:
+            text = f"nothing was written to {self._path}: write `with loader.trace(path):`"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
