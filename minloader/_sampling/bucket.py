@@ -105,13 +105,18 @@ class BucketBatchSampler(WindowSampler):
             order = rng.permutation(order)
         yield numbers, starts[order].reshape(-1), stops[order].reshape(-1)
 
-    def collate(self, **options: Any) -> pad_collate:
+    def collate(
+        self,
+        value: Any = 0,
+        side: str | Mapping[Any, str] = "right",
+        axis: int | Mapping[Any, int] = 0,
+    ) -> pad_collate:
         """Return the ``collate_fn`` that pads each sequence to the length of its bucket.
 
         Args:
-            options: those of :class:`pad_collate` but ``multiple_of``.
+            value, side, axis: see :class:`pad_collate`.
         """
-        return _pad_to_bucket(shapes=self.shapes, **options)
+        return _pad_to_bucket(value, side=side, axis=axis, shapes=self.shapes)
 
 
 @dataclass(frozen=True)
