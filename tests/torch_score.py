@@ -48,6 +48,7 @@ WHY = {
     "workers_are_shutdown": "they derive a class from torch's iterator",
     "initial_state|test_inline|test_mp|one_completed_worker|no_completed_workers|::test$": "they "
     "read torchdata's own format of states",
+    "load_then_state": "a state that was loaded, and noted again, has the generators of both times",
     "skip_steps": "whether a shard's state is of the last batch or the one before depends on time",
     "num_workers_mismatch|init_error": "they want an error where ours goes on, or that comes with "
     "`next`",
