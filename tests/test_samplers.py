@@ -438,10 +438,12 @@ def test_batches_of_a_bucket_and_of_a_step_have_one_shape(lengths, world_size, s
 
 
 def test_a_batch_of_no_bucket_is_told():
-    collate = BucketBatchSampler([3, 3], {4: 2}).collate()
-    message = "2 samples, of which sample has up to 5 entries, are no batch of shapes={4: 2}"
+    collate = BucketBatchSampler([3, 3], {4: 3, 9: 1}).collate()
+    message = "2 samples, of which sample has up to 5 entries, are no batch of shapes={4: 3, 9: 1}"
     with pytest.raises(ValueError, match=message):
         collate([np.ones(5), np.ones(3)])
+    assert collate([np.ones(1)] * 2).values.shape == (2, 4)  # a sample was left out
+    assert collate([np.ones(1)]).values.shape == (1, 9)
 
 
 @pytest.mark.parametrize("budget", [{"max_padded": 90}, {"max_total": 90}])

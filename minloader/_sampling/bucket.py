@@ -125,12 +125,14 @@ class _pad_to_bucket(pad_collate):  # noqa: N801
 
     def _padded_length(self, lengths: NDArray[np.int64], path: str) -> int:
         """Return the length of the bucket: samples of a shorter one may be in it, all of them."""
-        longest = lengths.max()
-        for length, size in self.shapes:
-            if size == len(lengths) and longest <= length:
-                return int(length)
-        raise ValueError(
-            f"collate: {len(lengths)} samples, of which {path} has up to {longest} entries, are no "
-            f"batch of shapes={dict(self.shapes)}; give the sampler the lengths of that part, or "
-            "cut it in transform"
-        )
+        n = len(lengths)
+        longest = int(lengths.max())
+        fitting = [each for each in self.shapes if longest <= each[0] and n <= each[1]]
+        if not fitting:
+            raise ValueError(
+                f"collate: {n} samples, of which {path} has up to {longest} entries, are no batch "
+                f"of shapes={dict(self.shapes)}; give the sampler the lengths of that part, or cut "
+                "it in transform"
+            )
+        length: int = min(fitting, key=lambda each: each[1] != n)[0]  # fewer: some were left out
+        return length
