@@ -360,11 +360,10 @@ class Loader(Generic[B]):
             raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
         n = None if n is None else checked_int("n", n, 0)
         until = None if until is None else checked_int("until", until, 0)
-        left = self._course.left
-        if until is not None and left is not None:
-            from minloader._diagnosis.mistakes import report_left
+        if until is not None and self._course.cursor.epoch is not None:
+            from minloader._diagnosis.mistakes import look_at_left  # most begin with epoch 0
 
-            report_left(left, until)
+            look_at_left(self._course.cursor, until)
         return SeveralEpochs(self._course, n, until)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -148,16 +149,51 @@ def test_who_ends_since_another_died_is_not_to_blame(tmp_path):
         assert list(batches) == [1, 2, 3, 4, 5]
 
 
-def test_the_thread_does_not_keep_a_pool_that_is_let_go_of():
+def served_pool() -> tuple[served.ServedPool, threading.Thread]:
+    """Return a pool, and its thread."""
+    before = threading.enumerate()
     pool = served.ServedPool(infos=[])
     pool.prepare()
-    thread = pool._thread
-    assert thread is not None
+    (thread,) = set(threading.enumerate()) - set(before)
+    return pool, thread
+
+
+def test_the_thread_does_not_keep_a_pool_that_is_let_go_of():
+    pool, thread = served_pool()
     gone = weakref.ref(pool)
     del pool
     assert eventually(lambda: gone() is None)
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_pool_whose_thread_ends_as_it_is_told_to_goes(no_collector):
+    """It has seen that the pool is closed, and looked for the last time, before it was asked."""
+    pool, thread = served_pool()
+    pool.closed = True
+    pool._inbox.put(int)
+    thread.join(60)
+    assert not thread.is_alive()
+    pool.leave(0.0)
+    gone = weakref.ref(pool)
+    del pool
+    assert gone() is None
+
+
+@pytest.mark.parametrize("executor", ["process", "thread", "foreign"])
+def test_a_loader_without_batches_keeps_nothing_when_it_is_closed(executor, no_collector):
+    """Its pool had no task, and so no thread."""
+    dataset = Squares(3)
+    with ThreadPoolExecutor(1) as threads:
+        loader = Loader(
+            dataset, [], executor=threads if executor == "foreign" else executor, num_workers=1
+        )
+        assert list(loader) == []
+        loader.close()
+        gone = weakref.ref(dataset)
+        del loader, dataset
+        gc.collect()
+        assert gone() is None
 
 
 def test_the_thread_goes_on_after_an_error(caplog):

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from minloader._epochs.epoch import Epoch
+from minloader._epochs.course import Cursor
 from minloader._epochs.position import Position
 from minloader._formats import brief_repr
 from minloader._memory.pickling import unpack
@@ -228,8 +228,11 @@ def _takes_parts(dataset: Any) -> bool:
     return False
 
 
-def report_left(epoch: Epoch, until: int) -> None:
+def look_at_left(cursor: Cursor, until: int) -> None:
     """Say in the log that an epoch counts which was begun, and left before its last batch."""
+    epoch = cursor.epoch
+    if epoch is None or epoch.is_over or cursor.start is not None or cursor.number is not None:
+        return  # it was not left, or the user has said what comes next
     if epoch.position().lanes[0].given == epoch.length:
         return
     logger.warning(

@@ -90,15 +90,6 @@ class Course:
             return cursor.start.epoch
         return 0 if cursor.epoch is None else cursor.epoch.number + 1
 
-    @property
-    def left(self) -> Epoch | None:
-        """The epoch that was begun, and left, where nobody has said what comes next."""
-        cursor = self.cursor
-        epoch = cursor.epoch
-        if epoch is None or epoch.is_over or cursor.start is not None or cursor.number is not None:
-            return None
-        return epoch
-
     def set_number(self, number: int) -> None:
         """Set the number of the next epoch."""
         cursor = self.cursor

@@ -60,7 +60,7 @@ class ServedPool(Pool):
         self.deadline = 0.0
         self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._serving = threading.Lock()  # the thread's, as long as it serves
-        self._thread: threading.Thread | None = None
+        self._is_served = False
         weakref.finalize(self, self._inbox.put, int).atexit = False
 
     # --- in the consumer's thread
@@ -92,7 +92,7 @@ class ServedPool(Pool):
 
     def prepare(self) -> None:
         """Have a thread, which will have an executor."""
-        if self._thread is not None:
+        if self._is_served:
             return
         refuse_avalanche()
         # What workers are told of the settings of libraries are those of the consumer.
@@ -101,12 +101,16 @@ class ServedPool(Pool):
         thread = threading.Thread(target=run, args=args, name="minloader-pool", daemon=True)
         with interrupts_held():
             thread.start()
-            self._thread = thread
+            self._is_served = True
 
     def leave(self, deadline: float) -> None:
         self.deadline = deadline
         self.closed = True
         self._inbox.put(self.look)  # a method, which keeps the pool until the thread has ended it
+        # Without a thread, or behind its last look, that would keep the pool for ever.
+        while not self._is_served and not self._inbox.empty():
+            with suppress(queue.Empty):
+                self._inbox.get_nowait()
 
     def end(self, deadline: float) -> None:
         left = max(0.0, deadline + LONGEST_END - time.monotonic())
@@ -177,6 +181,7 @@ def _serve(
                 seconds = GRACE
             if pool.closed:
                 pool.end_all()
+                pool._is_served = False
                 while not inbox.empty():
                     inbox.get()()  # whoever asks is told that it is closed
                 return
