@@ -327,6 +327,16 @@ print(modules - set(sys.modules))
     assert found == "set()\n"
 
 
+def test_a_fork_server_has_imported_what_reads_streams():
+    """Its workers share that, and would otherwise import it each."""
+
+    def has(item: Any) -> bool:
+        return "minloader._worker.stream_worker" in sys.modules
+
+    with Loader(has, [0], num_workers=1, mp_context="forkserver") as loader:
+        assert list(loader) == [True]
+
+
 class Pickled:
     """Calls a function when it is pickled."""
 

@@ -62,7 +62,7 @@ from minloader._worker import start
 from minloader._worker.environment import PackingEnvironment
 from minloader._worker.messages import Failure, Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.stream_worker import make_worker
+from minloader._worker.start import make_worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -59,7 +59,7 @@ from minloader._worker.messages import (
     TaskMessage,
     WorkerInfo,
 )
-from minloader._worker.stream_worker import make_worker
+from minloader._worker.start import make_worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

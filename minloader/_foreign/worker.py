@@ -28,7 +28,7 @@ from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
 from minloader._worker.messages import Failure, Job, Reply, TaskMessage, Unready, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.stream_worker import make_worker
+from minloader._worker.start import make_worker
 
 
 class JobReference(NamedTuple):

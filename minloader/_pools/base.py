@@ -24,7 +24,7 @@ from minloader._worker.environment import InlineEnvironment
 from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
 from minloader._worker.seeds import in_turn
-from minloader._worker.stream_worker import make_worker
+from minloader._worker.start import make_worker
 
 logger = logging.getLogger("minloader")
 

@@ -24,6 +24,9 @@ from minloader._pools.interrupts import interrupts_held
 from minloader._pools.worker_plugins import MODULES
 from minloader._worker.start import refuse_avalanche
 
+OF_WORKERS = "minloader._worker.start", "minloader._worker.stream_worker"
+"""What workers need, with all that these import: what they import themselves is not shared."""
+
 
 def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -> None:
     """Start the fork server, unless it runs. Does not wait until it has imported the modules.
@@ -36,7 +39,7 @@ def start_fork_server(context: BaseContext, modules: Iterable[str], seed: int) -
         seed: of the loader, from which that of hashes follows.
     """
     refuse_avalanche()  # in another loader's server, too
-    needed = {*modules, *imported_by(modules), "minloader._worker.start", *MODULES}
+    needed = {*modules, *imported_by(modules), *OF_WORKERS, *MODULES}
     asked_for = modules_to_preload()
     context.set_forkserver_preload([*asked_for, *sorted(needed - {"__main__", *asked_for})])
     # Have libraries that are loaded there use one thread: a process with threads should not be

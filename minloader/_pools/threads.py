@@ -19,7 +19,7 @@ from minloader._protocols import snapshot
 from minloader._worker.environment import Environment
 from minloader._worker.messages import Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.stream_worker import make_worker
+from minloader._worker.start import make_worker
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

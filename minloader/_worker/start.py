@@ -29,7 +29,7 @@ from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import unpack
 from minloader._worker import current
-from minloader._worker.environment import ProcessEnvironment
+from minloader._worker.environment import Environment, ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.import_hook import when_imported
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
@@ -43,8 +43,8 @@ from minloader._worker.messages import (
     current_info,
 )
 from minloader._worker.plugins import Plugin, before_batch
+from minloader._worker.run import ItemWorker, Worker
 from minloader._worker.seeds import seed_random_on_first_use
-from minloader._worker.stream_worker import make_worker
 
 if TYPE_CHECKING:
     from minloader._memory.inherited import Inheritance
@@ -153,6 +153,15 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
 
 
 _get_preparation_data = multiprocessing.spawn.get_preparation_data
+
+
+def make_worker(job: Job, info: WorkerInfo, environment: Environment) -> Worker:
+    """Return the worker for a job, in whatever thread or process; see :class:`Worker`."""
+    if not job.options.is_stream:
+        return ItemWorker(job, info, environment)
+    from minloader._worker.stream_worker import StreamWorker  # spawned workers of others need none
+
+    return StreamWorker(job, info, environment)
 
 
 def _preparation_data(name: str) -> dict[str, Any]:

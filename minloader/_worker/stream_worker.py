@@ -19,7 +19,7 @@ from minloader._worker.messages import (
     current_batch,
     ordinal_in_epoch,
 )
-from minloader._worker.run import Attempt, ItemWorker, Worker
+from minloader._worker.run import Attempt, Worker
 from minloader._worker.stream_reader import END, NOT_LEADING, ShardReader, ShardReaders
 
 logger = logging.getLogger("minloader")
@@ -32,12 +32,6 @@ READING_ON = (
     f"state does not lead there ({NOT_LEADING})"
 )
 """The same, where nothing was read yet since the state was put back."""
-
-
-def make_worker(job: Job, info: WorkerInfo, environment: Environment) -> Worker:
-    """Return the worker for a job; see :class:`Worker`."""
-    kind = StreamWorker if job.options.is_stream else ItemWorker
-    return kind(job, info, environment)
 
 
 class StreamWorker(Worker):
