@@ -327,6 +327,22 @@ print(modules - set(sys.modules))
     assert found == "set()\n"
 
 
+def test_a_forked_worker_has_what_reads_streams_before_the_first_epoch():
+    found = printed_by("""
+import sys
+from minloader import Loader
+class Stream:
+    def __iter__(self):
+        yield set(sys.modules)
+with Loader(Stream(), num_workers=1, mp_context="fork") as loader:
+    had = set(sys.modules)
+    loader.start()
+    (modules,) = loader
+print([name for name in modules - had if "stream" in name])
+""")
+    assert found == "[]\n"
+
+
 def test_a_fork_server_has_imported_what_reads_streams():
     """Its workers share that, and would otherwise import it each."""
 

@@ -206,7 +206,7 @@ def test_loaders_go_on_in_the_first_half_of_a_later_epoch(kind, caplog):
 
 
 def test_a_death_in_the_first_half_of_a_later_epoch_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.lane.MAX_SHARD_CHUNK", 1)
+    monkeypatch.setattr("minloader._epochs.shard_feed.MAX_SHARD_CHUNK", 1)
     stream = shuffled(Resuming(14), 16)
     deadly = Deadly({102, 105}, str(tmp_path))
     with Loader(stream, transform=deadly, num_workers=1) as loader:

@@ -31,7 +31,7 @@ from kinds import (
 from test_streams import in_turns
 
 from minloader import Loader, get_worker_info, shuffled
-from minloader._epochs import lane
+from minloader._epochs import shard_feed
 from minloader._pools.threads import ThreadPool
 from minloader._pools.ticket import Bell
 
@@ -115,7 +115,8 @@ def test_a_shuffled_stream_of_hugging_face_comes_once():
 @ways
 def test_no_more_tasks_than_were_asked_for(way, monkeypatch):
     """With more shards than workers too."""
-    monkeypatch.setattr(lane, "MAX_SHARD_CHUNK", 1)  # or it lasts until the former ones are done
+    # Or it lasts until the former ones are done.
+    monkeypatch.setattr(shard_feed, "MAX_SHARD_CHUNK", 1)
     with Loader(Steady(600), num_workers=4, executor=way, prefetch_factor=2) as loader:
         batches, given = iter(loader), []
         for count in (4, 1, 3):
@@ -132,7 +133,7 @@ def test_no_more_tasks_than_were_asked_for(way, monkeypatch):
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_more_shards_than_tasks_under_way(monkeypatch, num_workers):
     """As after a resume with fewer workers: what is taken next is sent first, and no more."""
-    monkeypatch.setattr(lane, "MAX_SHARD_CHUNK", 1)
+    monkeypatch.setattr(shard_feed, "MAX_SHARD_CHUNK", 1)
     sent: list[int] = []
     waited: list[int] = []
     submit = ThreadPool.submit

@@ -258,7 +258,7 @@ def test_every_batch_has_seeds_of_its_own(make):
 
 @own
 def test_a_stream_with_a_state_is_not_read_from_its_beginning(make, monkeypatch):
-    monkeypatch.setattr("minloader._epochs.lane.MAX_SHARD_CHUNK", 2)
+    monkeypatch.setattr("minloader._epochs.shard_feed.MAX_SHARD_CHUNK", 2)
     loader = make(StatefulNumbers(60), batch_size=2)
     batches = iter(loader)
     for _ in range(20):
@@ -353,7 +353,7 @@ class Wrapped(Scripted):
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_an_end_by_an_error_is_told_once(make, kind, chunk, caplog, monkeypatch):
     """Also where it shows with the next task only."""
-    monkeypatch.setattr("minloader._epochs.lane.MAX_SHARD_CHUNK", chunk)
+    monkeypatch.setattr("minloader._epochs.shard_feed.MAX_SHARD_CHUNK", chunk)
     loader = make(kind(6, {3: ("raises",)}), num_workers=one(make), on_error="skip")
     assert list(loader) == [0, 1, 2]
     assert caplog.text.count("shard 0 of the stream ended with the error in its batch 3") == 1

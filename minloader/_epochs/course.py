@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from minloader import _protocols as protocols
 from minloader._epochs.epoch import Epoch
-from minloader._epochs.feed import SamplerFeed, SamplerSource, check_length
+from minloader._epochs.feed import SamplerSource, check_length
 from minloader._epochs.options import Shared
 from minloader._epochs.position import (
     LanePosition,
@@ -70,6 +70,9 @@ class Course:
         self.shared = shared
         self.source = SamplerSource(sampler)
         is_stream = shared.job.options.is_stream
+        if is_stream:  # workers that are forked before the first epoch have it then
+            import minloader._epochs.shard_feed  # noqa: F401
+
         self.shards = max(1, shared.group.num_workers) if is_stream else None
         self._is_own = is_own
         self._has_begun = False  # whether any epoch has
@@ -167,7 +170,7 @@ class Course:
         feed = current.lanes[0].feed
         if current.length is not None:
             return current.length
-        if self.source.plans_late and isinstance(feed, SamplerFeed):
+        if self.source.plans_late:
             # An iterator of the user's has none.
             counts = getattr(feed.iterator, "counts", None)
             return len(self.source.items) if counts is None else int(counts()[0])
@@ -203,15 +206,15 @@ class Course:
         former = self.cursor.epoch
         follows = [] if former is None else former.passes_to_follow()
         epoch = Epoch(shared, self.source, self._begins_at(), interrupts, follows)
-        for lane in epoch.lanes:
-            if isinstance(lane.feed, SamplerFeed):
-                try:
-                    interrupts.let_through(lane.feed.open)
-                except Exception as error:
-                    lane.feed.error = None  # it is raised now, and has frames that lead here
-                    if isinstance(error, StopIteration):
-                        raise not_the_end(error, "the sampler") from error
-                    raise
+        if not epoch.is_stream:
+            feed = epoch.lanes[0].feed
+            try:
+                interrupts.let_through(feed.open)
+            except Exception as error:
+                feed.error = None  # it is raised now, and has frames that lead here
+                if isinstance(error, StopIteration):
+                    raise not_the_end(error, "the sampler") from error
+                raise
         shared.group.epochs.add(epoch)
         self._has_begun = True
         return Cursor(epoch=epoch)

@@ -29,7 +29,6 @@ from minloader._epochs.feed import SamplerFeed, SamplerSource
 from minloader._epochs.lane import MISSING, Coming, Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Ordinals, Position, deliver
-from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP, BatchError, breaks_in
 from minloader._formats import counted
@@ -37,7 +36,7 @@ from minloader._memory import forks
 from minloader._pools.base import Pool
 from minloader._pools.interrupts import Interrupts
 from minloader._pools.ticket import Bell
-from minloader._sampling.reader import SourceState, pass_numbers
+from minloader._sampling.reader import SourceState
 from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Failure
 
@@ -131,21 +130,19 @@ class Epoch:
         self, position: Position, held: tuple[Delivery, ...], follows: list[int | None]
     ) -> None:
         """Begin at a position, whatever is under way."""
-        lanes = []
-        total = len(position.lanes)
-        for number, start in enumerate(position.lanes):
-            feed: SamplerFeed | ShardFeed
-            if self.is_stream:
-                former = follows[number] if follows else None
-                # A copy of the stream that is begun again must know that it is in the same pass.
-                again = self.lanes[number].feed.pass_number if self.lanes else next(pass_numbers)
-                feed = ShardFeed(
-                    number, total, self.number, start, again, former, self.shared.group.passes
-                )
-            else:
-                feed = SamplerFeed(self._source, self.number, start, length=position.length)
-            call = self._interrupts.let_through
-            lanes.append(Lane(number, self.shared, feed, start, self._bell, call))
+        shared = self.shared
+        bell = self._bell
+        call = self._interrupts.let_through
+        if self.is_stream:
+            from minloader._epochs.shard_feed import shard_lanes  # loaders of samplers have none
+
+            # A copy of the stream that is begun again must know that it is in the same pass.
+            passes = [lane.feed.pass_number for lane in self.lanes]
+            lanes = shard_lanes(position, shared, passes, follows, bell, call)
+        else:
+            (start,) = position.lanes
+            feed = SamplerFeed(self._source, self.number, start, length=position.length)
+            lanes = [Lane(0, shared, feed, start, bell, call)]
         # Without a call in between.
         self.lanes = lanes
         self._open = lanes  # those that are not known to be over
@@ -167,8 +164,8 @@ class Epoch:
     @property
     def length(self) -> int | None:
         """Number of batches of the epoch; None if it is not known."""
-        feed = self.lanes[0].feed
-        return feed.length if isinstance(feed, SamplerFeed) else None
+        length: int | None = self.lanes[0].feed.length
+        return length
 
     @property
     def pools(self) -> list[Pool]:
@@ -351,7 +348,7 @@ class Epoch:
         source_state = feed.known
         if is_batch:
             delivered, ahead = deliver(delivered, ahead, delivery.ordinal)
-        elif isinstance(feed, SamplerFeed):
+        elif not self.is_stream:
             source_state = feed.state_behind_error()
         return Commit(
             lane=lane,

@@ -28,7 +28,6 @@ from minloader._epochs import lost
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
 from minloader._epochs.position import LanePosition, take_back
-from minloader._epochs.shard_feed import ShardFeed
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
 from minloader._pools.ticket import Bell, Ticket
@@ -40,9 +39,6 @@ logger = logging.getLogger("minloader")
 
 MAX_CHUNK = 1024
 """Most batches in a task: an executor's 0.8 ms are 0.8 µs a batch then, less than seeding."""
-
-MAX_SHARD_CHUNK = 64
-"""Most batches in a task of a shard, which is not cut short where they turn out to be slow."""
 
 MAX_AHEAD = 1000
 """Most batches that are delivered before their turn. No more are drawn before the one that they
@@ -92,7 +88,7 @@ class Lane:
         self,
         number: int,
         shared: Shared,
-        feed: SamplerFeed | ShardFeed,
+        feed: Any,
         start: LanePosition,
         bell: Bell,
         call: Callable[..., Any],
@@ -120,8 +116,6 @@ class Lane:
     def _find_max_chunk(self) -> int:
         if self.shared.job.options.memory_limit is not None:
             return 1  # a worker looks at its memory behind each task
-        if isinstance(self.feed, ShardFeed):
-            return MAX_SHARD_CHUNK
         options = self.shared.options
         if options.concurrency and not options.retries:
             return 1  # what is read beside the batch that kills its worker would be blamed
@@ -169,7 +163,7 @@ class Lane:
         left = [task for task in known if task.stop > delivered or not task.items]
         head = min(left, key=_first, default=None)
         check = feed.check_at(delivered, head) if head is None or head.items else head.check
-        is_ended = head is None and isinstance(feed, ShardFeed) and feed.is_ended
+        is_ended = head is None and self.shared.job.options.is_stream and feed.is_ended
         return LanePosition(
             given=delivered,
             ahead=ahead,
@@ -225,13 +219,6 @@ class Lane:
     def _draw(self) -> Task | None:
         """Draw a task; return None if there is none: at the end, or at an error."""
         feed = self.feed
-        if isinstance(feed, ShardFeed):
-            if feed.is_ended:
-                return None
-            task = feed.draw(self._chunk)
-            self.tasks.append(task)
-            feed.next = task.stop
-            return task
         while len(self.ahead) < MAX_AHEAD or not self.tasks:
             begin = time.perf_counter()
             self._call(self._draw_items, feed, begin)
@@ -384,9 +371,6 @@ class Lane:
         made = len(reply.outcomes)
         if made:
             self._learn(task, reply)
-        if isinstance(self.feed, ShardFeed):
-            self.feed.receive(task, reply, self)
-            return
         if made == len(task.items):
             task.settle(reply, ticket.memory)
             return

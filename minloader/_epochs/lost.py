@@ -16,9 +16,7 @@ from typing import Any, Protocol
 from minloader._epochs import failures
 from minloader._epochs.counters import track_of
 from minloader._epochs.failures import BatchLabel
-from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
-from minloader._epochs.shard_feed import ShardFeed, TaskQueue
 from minloader._epochs.task import Task
 from minloader._errors import BatchError, WorkerDied
 from minloader._memory.limits import remedy
@@ -30,11 +28,11 @@ from minloader._worker.messages import Failure, Reply, Unready
 logger = logging.getLogger("minloader")
 
 
-class LossyLane(TaskQueue, Protocol):
+class LossyLane(Protocol):
     """A lane whose tasks may be lost."""
 
     shared: Shared
-    feed: SamplerFeed | ShardFeed
+    feed: Any
     pool: Pool
 
     def ordinal_in_epoch(self, ordinal: int) -> int:
@@ -67,7 +65,7 @@ def replacements(lane: LossyLane, task: Task, ticket: Ticket) -> list[Task]:
 
 def _unsent(lane: LossyLane, task: Task, error: BaseException, *, is_packed: bool) -> list[Task]:
     """Return what takes the place of a task that could not be sent."""
-    if len(task.items) > 1 and not isinstance(lane.feed, ShardFeed):
+    if len(task.items) > 1 and not lane.shared.job.options.is_stream:
         return [task.part(n, n + 1) for n in range(len(task.items))]  # one by one, then
     # An item that cannot be pickled is one batch lost; no workers to be had, all.
     when = "when it was sent to a worker" + (remedy(error) if is_packed else "")
@@ -91,7 +89,7 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
     _report_death(lane, death, label)
     if retry.tries <= options.retries:
         counters.retries += 1
-    elif death.item < 0 and isinstance(lane.feed, ShardFeed):
+    elif death.item < 0 and lane.shared.job.options.is_stream:
         lane.feed.end_before(task, lane)
         return [task]
     else:
@@ -112,9 +110,9 @@ def _after_death(lane: LossyLane, task: Task, death: Death) -> list[Task]:
 
 def _sample_of(lane: LossyLane, task: Task, n: int, number: int) -> tuple[Any, ...]:
     """Return the index of a sample of a batch, in a tuple; () if it is not known."""
-    if number < 0 or isinstance(lane.feed, ShardFeed):
-        return ()
     job = lane.shared.job
+    if number < 0 or job.options.is_stream:
+        return ()
     item = task.item(n)
     if job.collate_fn is None:  # the item is the sample
         return (item,)

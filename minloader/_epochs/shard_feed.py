@@ -1,4 +1,4 @@
-"""What the tasks of a shard of a stream are made of.
+"""The lanes of a stream, one for each shard, and what their tasks are made of.
 
 A task says which batches it is for, and how whoever reads it gets there: a state of the shard from
 there or before. A worker that stands there goes on; any other opens a copy of the dataset, puts the
@@ -10,26 +10,48 @@ How many batches there are is known when a reply has fewer than were asked for: 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
-from minloader._epochs.position import LanePosition
+from minloader._epochs.lane import Lane
+from minloader._epochs.options import Shared
+from minloader._epochs.position import LanePosition, Position
 from minloader._epochs.task import Task
-from minloader._sampling.reader import Check, SourceState
+from minloader._pools.ticket import Bell, Ticket
+from minloader._sampling.reader import Check, SourceState, pass_numbers
 from minloader._worker.messages import Failure, Reply, Shard
 from minloader._worker.stream_worker import READING, READING_ON
 
 logger = logging.getLogger("minloader")
 
 
-class TaskQueue(Protocol):
+MAX_SHARD_CHUNK = 64
+"""Most batches in a task of a shard, which is not cut short where they turn out to be slow."""
+
+
+class ShardLane(Lane):
     """The lane of a shard."""
 
-    tasks: deque[Task]
+    def _find_max_chunk(self) -> int:
+        return 1 if self.shared.job.options.memory_limit is not None else MAX_SHARD_CHUNK
 
-    def drop_behind(self, task: Task) -> None:
-        """Forget the tasks behind one."""
+    def _draw(self) -> Task | None:
+        feed = self.feed
+        if feed.is_ended:
+            return None
+        task: Task = feed.draw(self._chunk)
+        self.tasks.append(task)
+        feed.next = task.stop
+        return task
+
+    def _receive(self, task: Task, ticket: Ticket) -> None:
+        reply = ticket.reply
+        if reply is None:
+            super()._receive(task, ticket)
+            return
+        if reply.outcomes:
+            self._learn(task, reply)
+        self.feed.receive(task, reply, self)
 
 
 class ShardFeed:
@@ -59,6 +81,7 @@ class ShardFeed:
 
     may_overtake = False
     error = None
+    length = None
 
     def __init__(
         self,
@@ -140,7 +163,7 @@ class ShardFeed:
             return Check(given - 1, read.fingerprints[n - 1])
         return head.check
 
-    def receive(self, task: Task, reply: Reply, lane: TaskQueue) -> None:
+    def receive(self, task: Task, reply: Reply, lane: Lane) -> None:
         """Make available what has come back of a task.
 
         Args:
@@ -186,14 +209,14 @@ class ShardFeed:
             task.items = task.items[:made]
         task.settle(reply, ticket.memory)
 
-    def _end(self, task: Task, end_state: SourceState, lane: TaskQueue) -> None:
+    def _end(self, task: Task, end_state: SourceState, lane: Lane) -> None:
         """Note that a shard ends within a task, and forget what was asked for behind it."""
         lane.drop_behind(task)
         self.known = end_state
         self.is_ended = True
         self.next = end_state.at
 
-    def end_before(self, task: Task, lane: TaskQueue) -> None:
+    def end_before(self, task: Task, lane: Lane) -> None:
         """End the shard before a task: no worker gets there."""
         logger.warning(
             "shard %d of the stream ends: no worker gets past its batch %d",
@@ -212,3 +235,35 @@ def _later(former: Any, new: Any) -> Any:
 
 def _failed_reading(outcome: Any) -> bool:
     return type(outcome) is Failure and outcome.when in (READING, READING_ON)
+
+
+def shard_lanes(
+    position: Position,
+    shared: Shared,
+    passes: list[int],
+    follows: list[int | None],
+    bell: Bell,
+    call: Callable[..., Any],
+) -> list[Lane]:
+    """Return a lane for each shard of a stream.
+
+    Args:
+        position: where they begin.
+        shared: what all epochs of the loader share.
+        passes: numbers of the passes that these go on with; empty: each is another one.
+        follows: those of the passes that were read to their end just before; empty: there are none.
+        bell, call: see :class:`Lane`.
+    """
+    lanes: list[Lane] = []
+    for number, start in enumerate(position.lanes):
+        feed = ShardFeed(
+            number,
+            len(position.lanes),
+            position.epoch,
+            start,
+            passes[number] if passes else next(pass_numbers),
+            follows[number] if follows else None,
+            shared.group.passes,
+        )
+        lanes.append(ShardLane(number, shared, feed, start, bell, call))
+    return lanes
