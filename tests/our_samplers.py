@@ -1,6 +1,6 @@
 """The samplers of minloader in tables, of which every test of all samplers is made.
 
-A kind is a function of the rank and the world size. A sampler that is new is entered here alone.
+A kind is a function of the rank and the world size. CONTRIBUTING.md says what else a new one needs.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from trouble import Scripted
 
 from minloader import Loader, WorkerDied
 from minloader._pools import processes, served
+from minloader._pools.base import POOL_CLOSED
 from minloader._pools.ticket import Bell, Ticket
 from minloader._worker.messages import Reply, TaskMessage
 
@@ -178,6 +179,17 @@ def test_a_pool_whose_thread_ends_as_it_is_told_to_goes(no_collector):
     gone = weakref.ref(pool)
     del pool
     assert gone() is None
+
+
+def test_a_pool_that_was_closed_begins_no_other_thread():
+    """A resize in another thread may close it just before a task is given to it."""
+    pool, thread = served_pool()
+    pool.close()
+    thread.join(60)
+    before = set(threading.enumerate())
+    ticket = pool.submit(TaskMessage(0, 0, []), Bell())
+    assert set(threading.enumerate()) <= before
+    assert str(ticket.error) == POOL_CLOSED
 
 
 @pytest.mark.parametrize("executor", ["process", "thread", "foreign"])

@@ -164,8 +164,7 @@ class Epoch:
     @property
     def length(self) -> int | None:
         """Number of batches of the epoch; None if it is not known."""
-        length: int | None = self.lanes[0].feed.length
-        return length
+        return self.lanes[0].feed.length  # type: ignore[no-any-return]
 
     @property
     def pools(self) -> list[Pool]:

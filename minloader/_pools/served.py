@@ -92,7 +92,7 @@ class ServedPool(Pool):
 
     def prepare(self) -> None:
         """Have a thread, which will have an executor."""
-        if self._is_served:
+        if self._is_served or self.closed:
             return
         refuse_avalanche()
         # What workers are told of the settings of libraries are those of the consumer.

@@ -121,10 +121,15 @@ class BucketBatchSampler(WindowSampler):
 
 @dataclass(frozen=True)
 class _pad_to_bucket(pad_collate):  # noqa: N801
+    """The same, to the length of a bucket of ``shapes``."""
+
     shapes: Any = ()
 
     def _padded_length(self, lengths: NDArray[np.int64], path: str) -> int:
-        """Return the length of the bucket: samples of a shorter one may be in it, all of them."""
+        """Return the length of the bucket, which the number of samples tells from others.
+
+        All of its samples may be of a shorter one.
+        """
         n = len(lengths)
         longest = int(lengths.max())
         fitting = [each for each in self.shapes if longest <= each[0] and n <= each[1]]

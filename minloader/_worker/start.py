@@ -152,9 +152,6 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
         os._exit(1)  # a fork that came back from the user's code: it is no worker
 
 
-_get_preparation_data = multiprocessing.spawn.get_preparation_data
-
-
 def make_worker(job: Job, info: WorkerInfo, environment: Environment) -> Worker:
     """Return the worker for a job, in whatever thread or process; see :class:`Worker`."""
     if not job.options.is_stream:
@@ -162,6 +159,9 @@ def make_worker(job: Job, info: WorkerInfo, environment: Environment) -> Worker:
     from minloader._worker.stream_worker import StreamWorker  # spawned workers of others need none
 
     return StreamWorker(job, info, environment)
+
+
+_get_preparation_data = multiprocessing.spawn.get_preparation_data
 
 
 def _preparation_data(name: str) -> dict[str, Any]:
