@@ -367,14 +367,16 @@ def test_what_a_killed_worker_takes_along(tmp_path):
 
 
 class Locked:
-    """Its workers share a lock, which one has whenever a sample is made."""
+    """The first worker that makes a sample takes a lock, and keeps it."""
 
     def __init__(self) -> None:
         self.lock = get_context("spawn").Lock()
+        self.is_mine = False
 
     def __getitem__(self, item: int) -> int:
-        with self.lock:
-            threading.Event().wait(0.1)
+        if not self.is_mine:
+            self.is_mine = self.lock.acquire()
+        threading.Event().wait(0.02)  # quick batches are made by the hundred, ahead of the kill
         return item
 
 
@@ -383,7 +385,9 @@ def test_a_lock_that_a_killed_worker_keeps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("minloader._diagnosis.audit.PATIENCE", 1.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minloader._arguments.get_context", get_context)  # the lock's own
-        error = failure(lambda: Loader(Locked(), range(8), num_workers=1), workers=(), epochs=1)
+        # More batches than a worker makes ahead, so that some are to be made behind its death.
+        options = {"workers": (), "batches": 24, "epochs": 1}
+        error = failure(lambda: Loader(Locked(), range(24), num_workers=1), **options)
     assert error.run == "a worker killed, num_workers=1"
     assert isinstance(error.__cause__, BatchTimeout)
     assert "fcntl.flock" in str(error)
