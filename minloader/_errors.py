@@ -8,11 +8,14 @@ from __future__ import annotations
 
 # The functions of signal make enums of what they get.
 import _signal  # type: ignore[import-not-found]
+import logging
 import os
 import traceback
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any, Final
+
+logger = logging.getLogger("minloader")
 
 PACKAGE = os.path.dirname(__file__)
 STANDARD = os.path.dirname(os.__file__)
@@ -200,3 +203,13 @@ def without_frames(error: BaseException) -> None:
         BaseException.__setattr__(error, "__cause__", OriginalTraceback(printed(error)))
     BaseException.__setattr__(error, "__context__", None)
     BaseException.__setattr__(error, "__traceback__", None)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, if the error takes one."""
+    try:
+        error.add_note(note)
+    except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
+        if breaks_in(refusal):
+            raise
+        logger.debug("%s; the error takes no notes (%s)", note, refusal)

@@ -23,25 +23,23 @@ from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from minloader._epochs.counters import track_of
-from minloader._epochs.failures import Failures
 from minloader._epochs.feed import SamplerFeed, SamplerSource
 from minloader._epochs.lane import MISSING, Coming, Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import Ordinals, Position, deliver
 from minloader._epochs.task import Delivery, Task
-from minloader._errors import SKIP, BatchError, breaks_in
+from minloader._errors import SKIP, BatchError
 from minloader._formats import counted
 from minloader._memory import forks
 from minloader._pools.base import Pool
 from minloader._pools.interrupts import Interrupts
 from minloader._pools.ticket import Bell
 from minloader._sampling.reader import SourceState
-from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Failure
 
 if TYPE_CHECKING:
     from minloader._diagnosis.shard_watch import ShardWatch
+    from minloader._epochs.failures import Failures
 
 TURN = attrgetter("delivered")
 """By which lanes take turns: the least comes first, and of equals the lowest number."""
@@ -88,7 +86,6 @@ class Epoch:
         held: what was delivered to a wrapper, such as ``prefetch``, and not yet to the consumer.
         has_given: whether it has given a batch, or begins behind one; also once an error has said
             that it gave none.
-        failures: what has failed in it.
         left_out: how many of its batches failed and were left out.
         is_over: whether the consumer was told that there is no more.
         is_abandoned: whether the iterator is gone.
@@ -116,7 +113,9 @@ class Epoch:
         self._shard_watch: ShardWatch | None = None
         self.is_held = False
         self._compares = False  # whether batches of shards are to be compared yet
-        self.failures = Failures(shared, start)
+        self._failures: Failures | None = None
+        if start.failed:
+            self._failures = _new_failures(shared, start.epoch, start.failed, start.errors)
         self.lanes: list[Lane] = []
         self.begin_at(start, (), follows)
         if self.is_stream and len(self.lanes) > 1:
@@ -202,7 +201,7 @@ class Epoch:
             lanes=lanes,
             is_stream=self.is_stream,
             length=self.length,
-            failed=self.failures.count,
+            failed=0 if self._failures is None else self._failures.count,
         )
 
     def following(self, number: int) -> Position:
@@ -375,52 +374,16 @@ class Epoch:
         delivery = Delivery(lane.number, task, ordinal, task.unpack(n))
         batch = lane.ordinal_in_epoch(ordinal)
         samples = [(sample, text) for each, sample, text in reply.failed if each == n]
-        for number, (sample, text) in enumerate(samples):
-            delivery.error = self.failures.add(batch, sample, text, number)
-            if self.shared.job.options.on_sample_error is leave_out:
-                self.failures.report_left_out(sample, batch, text)
-        delivery.has_failed = bool(samples)
-        if type(delivery.outcome) is Failure:
-            delivery.has_failed = True
-            self._handle(delivery, batch, len(samples))
-        if delivery.error is not None:
-            delivery.outcome = None
-        if delivery.has_failed:
+        if samples or type(delivery.outcome) is Failure:
+            if self._failures is None:
+                self._failures = _new_failures(self.shared, self.number)
+            self._failures.settle(delivery, batch, samples, self._interrupts.let_through)
             reply.outcomes[n] = delivery
         elif self._compares and delivery.outcome is not SKIP:
             assert self._shard_watch is not None
             self._shard_watch.compare(lane, delivery.outcome)
             self._compares = not self._shard_watch.is_done
         return delivery
-
-    def _handle(self, delivery: Delivery, batch: int, number: int) -> None:
-        """Do with a failed batch what ``on_error`` says: it says what takes its place.
-
-        Args:
-            delivery: the batch.
-            batch: its ordinal in the epoch.
-            number: how many samples of it are known to have failed before.
-        """
-        failure = delivery.outcome
-        task = delivery.task
-        reply = task.reply
-        assert reply is not None
-        where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
-        labels = {"batch": batch, "epoch": self.number, "error": failure.summary}
-        self.shared.counters.record(where, "failed", perf_counter(), 0.0, labels)
-        if not failure.fatal:
-            delivery.error = self.failures.add(batch, failure.sample, failure.summary, number)
-            if delivery.error is not None:
-                return
-        item = task.item(delivery.ordinal - task.first)
-        try:
-            delivery.outcome, delivery.error = self._interrupts.let_through(
-                self.failures.handle, failure, batch, item, reply
-            )
-        except Exception as error:  # of the user's function: it takes the place of the batch
-            if breaks_in(error):
-                raise
-            delivery.error = error
 
     # --- whose turn it is
 
@@ -479,6 +442,12 @@ class Epoch:
             has_sent = True
             room -= 1
         return has_sent
+
+
+def _new_failures(*args: Any) -> Failures:
+    from minloader._epochs.failures import Failures  # most epochs have none
+
+    return Failures(*args)
 
 
 def _by_work(lane: Lane) -> tuple[int, int]:

@@ -7,23 +7,27 @@ that is made, by ``_worker/batch_maker.py``.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from minloader._epochs.counters import ERRORS_KEPT, plain
+from minloader._epochs.counters import ERRORS_KEPT, plain, track_of
 from minloader._epochs.options import Shared
-from minloader._epochs.position import Position
+from minloader._epochs.task import Delivery
 from minloader._errors import (
     SKIP,
     BatchError,
     BatchTimeout,
     OriginalTraceback,
     WorkerDied,
+    add_note,
     breaks_in,
 )
 from minloader._formats import ADVICE, brief_repr
 from minloader._memory import pickling
 from minloader._pools.ticket import Death
+from minloader._worker.batch_maker import leave_out
 from minloader._worker.messages import Failure, Reply
 
 logger = logging.getLogger("minloader")
@@ -61,28 +65,85 @@ class Failures:
 
     Args:
         shared: what all epochs of the loader share.
-        start: where the epoch begins.
+        epoch: number of the epoch.
+        count: what had failed before, where the epoch is gone on with.
+        errors: of that, as a position has them; empty: the last that the loader knows.
 
     Attributes:
         count: how many samples have failed, and batches of which it is not known by which sample.
     """
 
-    def __init__(self, shared: Shared, start: Position) -> None:
-        self.count = start.failed
+    def __init__(
+        self, shared: Shared, epoch: int, count: int = 0, errors: Sequence[Any] = ()
+    ) -> None:
+        self.count = count
         self._shared = shared
-        self._epoch = start.epoch
+        self._epoch = epoch
         # What the last ones are recognized by, as many as a state has errors.
         self._last_keys: dict[str, None] = {}
-        if not start.failed:
+        if not count:
             return
         # A state has those that were before it; here there may be others since.
         before: Counter[int] = Counter()
-        for epoch, batch, sample, _ in start.errors or shared.counters.last_errors:
-            if epoch == self._epoch:
+        for each, batch, sample, _ in errors or shared.counters.last_errors:
+            if each == epoch:
                 self._last_keys[_key(batch, sample, before[batch])] = None
                 before[batch] += 1
 
-    def add(self, batch: int, sample: Any, text: str, number: int) -> BatchError | None:
+    def settle(
+        self,
+        delivery: Delivery,
+        batch: int,
+        samples: Sequence[tuple[Any, str]],
+        call: Callable[..., Any],
+    ) -> None:
+        """Count what has failed of a batch, and do with it what ``on_error`` says.
+
+        Args:
+            delivery: the batch, or what it has failed with. It is told what takes its place.
+            batch: its ordinal in the epoch.
+            samples: index and error of those that failed.
+            call: calls a function that runs the user's code.
+        """
+        delivery.has_failed = True
+        for number, (sample, text) in enumerate(samples):
+            delivery.error = self._add(batch, sample, text, number)
+            if self._shared.job.options.on_sample_error is leave_out:
+                self._report_left_out(sample, batch, text)
+        if type(delivery.outcome) is Failure:
+            self._handle(delivery, batch, len(samples), call)
+        if delivery.error is not None:
+            delivery.outcome = None
+
+    def _handle(
+        self, delivery: Delivery, batch: int, number: int, call: Callable[..., Any]
+    ) -> None:
+        """Do with a failed batch what ``on_error`` says.
+
+        Args:
+            delivery, batch, call: likewise.
+            number: how many samples of it are known to have failed before.
+        """
+        failure = delivery.outcome
+        task = delivery.task
+        reply = task.reply
+        assert reply is not None
+        where = track_of(reply.worker, reply.pid) if reply.pid >= 0 else "consumer"
+        labels = {"batch": batch, "epoch": self._epoch, "error": failure.summary}
+        self._shared.counters.record(where, "failed", time.perf_counter(), 0.0, labels)
+        if not failure.fatal:
+            delivery.error = self._add(batch, failure.sample, failure.summary, number)
+            if delivery.error is not None:
+                return
+        item = task.item(delivery.ordinal - task.first)
+        try:
+            delivery.outcome, delivery.error = call(self._replace, failure, batch, item, reply)
+        except Exception as error:  # of the user's function: it takes the place of the batch
+            if breaks_in(error):
+                raise
+            delivery.error = error
+
+    def _add(self, batch: int, sample: Any, text: str, number: int) -> BatchError | None:
         """Count what has failed; return an error if that is too many.
 
         Args:
@@ -116,10 +177,10 @@ class Failures:
             sample=index,
         )
 
-    def handle(
+    def _replace(
         self, failure: Failure, batch: int, item: Any, reply: Reply
     ) -> tuple[Any, BaseException | None]:
-        """Do with a failed batch what ``on_error`` says.
+        """Return what ``on_error`` puts in the place of a failed batch.
 
         Args:
             failure: what happened.
@@ -190,7 +251,7 @@ class Failures:
         except StopIteration as stop:  # it would end the loop as if the epoch were over
             raise RuntimeError("on_error raised StopIteration") from stop
 
-    def report_left_out(self, sample: Any, batch: int, error: str) -> None:
+    def _report_left_out(self, sample: Any, batch: int, error: str) -> None:
         """Say in the log that a sample was left out of its batch.
 
         Here, where it is counted: its batch may be made again, if another one takes a worker along.
@@ -227,16 +288,6 @@ def unpacked(part: Any) -> Any:
         if breaks_in(error):
             raise
         return None
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, if the error takes one."""
-    try:
-        error.add_note(note)
-    except Exception as refusal:  # a frozen dataclass, say: the error matters more than the note
-        if breaks_in(refusal):
-            raise
-        logger.debug("%s; the error takes no notes (%s)", note, refusal)
 
 
 def death_error(death: Death, batch: BatchLabel, tries: int) -> BatchError:

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from minloader._epochs import failures
 from minloader._epochs.position import LanePosition
 from minloader._epochs.task import Task
-from minloader._errors import breaks_in, not_the_end, without_frames
+from minloader._errors import add_note, breaks_in, not_the_end, without_frames
 from minloader._formats import brief_repr, counted, differences
 from minloader._pools.base import HeldItem
 from minloader._protocols import is_stateful
@@ -333,7 +332,7 @@ class SamplerFeed(Reader):
         error = not_the_end(error, "the sampler")
         self.error = error
         without_frames(error)
-        failures.add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
+        add_note(error, f"minloader: raised by the sampler, epoch {self.epoch}")
 
 
 def check_length(epoch: int, length: int | None, wanted: int | None) -> None:

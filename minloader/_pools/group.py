@@ -20,7 +20,6 @@ from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
 from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
-from minloader._pools.threads import ThreadPool
 from minloader._protocols import snapshot
 from minloader._worker.messages import Job, WorkerInfo
 from minloader._worker.plugins import Plugin
@@ -221,6 +220,8 @@ class PoolGroup:
     def new_pool(self, infos: list[WorkerInfo], slots: Slots | None) -> Pool:
         """Make the pool of some workers."""
         if self.sent is None:
+            from minloader._pools.threads import ThreadPool  # other loaders have none
+
             return ThreadPool(infos=infos, job=self.job)
         return ProcessPool(
             infos=infos,
