@@ -29,8 +29,13 @@ from minloader._protocols import B
 from minloader._sampling.batch import BatchSampler
 from minloader._sampling.ranks import dealer_of, rank_of_stream
 from minloader._sampling.source import Indices
-from minloader._worker.batch_maker import OnSampleError, sample_error_handler
-from minloader._worker.messages import Job, JobOptions, WorkerInfo
+from minloader._worker.messages import (
+    Job,
+    JobOptions,
+    OnSampleError,
+    WorkerInfo,
+    sample_error_handler,
+)
 
 if TYPE_CHECKING:
     from minloader._diagnosis.stats import Stats

@@ -28,8 +28,7 @@ from minloader._diagnosis.inspect import inspect
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.lane import CHUNK_BYTES, MAX_CHUNK
 from minloader._pools.ticket import Bell, Ticket
-from minloader._worker.messages import TaskMessage
-from minloader._worker.run import CHUNK_SECONDS
+from minloader._worker.messages import CHUNK_SECONDS, TaskMessage
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

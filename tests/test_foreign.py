@@ -30,7 +30,7 @@ from minloader._foreign import worker as foreign
 from minloader._foreign.pool import ForeignPoolGroup
 from minloader._memory import slot_writer
 from minloader._memory.job_file import JobAddress, JobFile
-from minloader._worker.run import CHUNK_SECONDS
+from minloader._worker.messages import CHUNK_SECONDS
 
 # --- what they give up -----------------------------------------------------------------------
 

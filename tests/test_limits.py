@@ -235,7 +235,7 @@ def test_another_namespace_of_pids_without_its_proc(method):
 import os, sys
 import helpers
 from minloader import Loader, cached
-from minloader._worker.lifetimes import kill_marked
+from minloader._worker.signals import kill_marked
 assert os.readlink("/proc/self") != str(os.getpid()) == "1"
 data = cached(helpers.Squares(40), bytes=1 << 20)
 with Loader(data, range(40), num_workers=2, mp_context=sys.argv[1]) as loader:

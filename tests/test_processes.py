@@ -55,7 +55,7 @@ from minloader._diagnosis.inspect import inspect
 from minloader._pools import fork_server
 from minloader._pools.processes import WorkerProcess
 from minloader._pools.ticket import Bell
-from minloader._worker import lifetimes
+from minloader._worker import lifetimes, signals
 from minloader._worker.messages import TaskMessage
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
@@ -604,7 +604,7 @@ def test_a_process_starts_nothing_while_its_descendants_are_looked_up(monkeypatc
     sleeps = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(os, "listdir", look)
-        lifetimes.kill_trees({sleep.pid: sleep.send_signal for sleep in sleeps})
+        signals.kill_trees({sleep.pid: sleep.send_signal for sleep in sleeps})
     assert [sleep.wait() for sleep in sleeps] == [-signal.SIGKILL] * 2
     assert seen
     assert all(seen)
@@ -617,15 +617,15 @@ def test_a_worker_is_stopped_before_it_is_looked_at_when_its_parent_has_vanished
 import os, psutil, subprocess
 from types import SimpleNamespace
 from conftest import eventually
-from minloader._worker import lifetimes
-names = lifetimes.names
+from minloader._worker import lifetimes, signals
+names = signals.names
 worker = os.getpid()
 def look(folder):
     if folder == "/proc":
         is_other = os.getpid() != worker
         print(is_other and eventually(lambda: psutil.Process(worker).status() == "stopped"))
     return names(folder)
-lifetimes.names = look
+signals.names = look
 os.setpgid(0, 0)
 nowhere = subprocess.DEVNULL
 sleep = subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=nowhere, stderr=nowhere)
@@ -663,7 +663,7 @@ def test_a_process_that_was_stopped_is_killed_when_ctrl_c_comes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "listdir", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lifetimes.kill_trees({sleep.pid: sleep.send_signal})
+            signals.kill_trees({sleep.pid: sleep.send_signal})
     assert sleep.wait() == -signal.SIGKILL
 
 
@@ -806,8 +806,8 @@ def test_a_worker_leaves_while_another_thread_reaps_it(tmp_path, monkeypatch):
 
 def test_what_is_just_being_started_is_killed(monkeypatch):
     """Whoever starts a program may end before the program has its environment."""
-    monkeypatch.setattr(lifetimes, "LONGEST_EXEC", AT_LAST)
-    read = lifetimes._read_all
+    monkeypatch.setattr(signals, "LONGEST_EXEC", AT_LAST)
+    read = signals._read_all
     rounds: list[str] = []
 
     def read_early(name: str) -> Iterator[tuple[int, bytes]]:
@@ -815,9 +815,9 @@ def test_what_is_just_being_started_is_killed(monkeypatch):
         for pid, content in read(name):
             yield pid, b"" if pid == sleep.pid and len(rounds) < 3 else content
 
-    monkeypatch.setattr(lifetimes, "_read_all", read_early)
+    monkeypatch.setattr(signals, "_read_all", read_early)
     sleep = subprocess.Popen(["sleep", "600"], env=os.environ | {"MARK_OF_A_TEST": "here"})
-    assert lifetimes.kill_marked("MARK_OF_A_TEST", "here") == [sleep.pid]
+    assert signals.kill_marked("MARK_OF_A_TEST", "here") == [sleep.pid]
     assert sleep.wait() == -signal.SIGKILL
     assert len(rounds) == 3
 

@@ -53,16 +53,17 @@ from minloader import Loader, TransportError, _formats, collate, pack_collate, p
 from minloader._diagnosis.inspect import inspect
 from minloader._foreign import worker as foreign
 from minloader._memory import files, slot_writer, slots
+from minloader._memory.batch_packer import BatchPacker
 from minloader._memory.files import ALIGN, LARGE
-from minloader._memory.pickling import BatchPacker, pack, unpack_batch
+from minloader._memory.pickling import pack, unpack_batch
 from minloader._memory.slot_writer import NoSlot, SlotWriter, empty
 from minloader._memory.slots import Slots
+from minloader._worker import current, entry
 from minloader._worker import run as worker
-from minloader._worker import start
 from minloader._worker.environment import PackingEnvironment
+from minloader._worker.make import make_worker
 from minloader._worker.messages import Failure, Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.start import make_worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 
@@ -738,8 +739,8 @@ def test_a_worker_that_never_opens_its_slot(bench, monkeypatch, stage):
     job = Job(numbered, None, None, refuse)
     run = packing_worker(job).run
     if stage == "load":
-        monkeypatch.setattr(start, "failed_start", run(TaskMessage(0, 0, [0])))
-        run = start.run
+        monkeypatch.setattr(current, "failed_start", run(TaskMessage(0, 0, [0])))
+        run = entry.run
     elif stage == "attach":
         monkeypatch.setattr(foreign, "find_job", refuse)
         run = partial(foreign.run_task, None)

@@ -50,6 +50,7 @@ from minloader._pools.ticket import Bell, Ticket
 from minloader._sampling.seeding import generator
 from minloader._worker.environment import Environment
 from minloader._worker.fingerprint import fingerprint
+from minloader._worker.make import make_worker
 from minloader._worker.messages import (
     NOTHING_READ,
     Job,
@@ -59,7 +60,6 @@ from minloader._worker.messages import (
     TaskMessage,
     WorkerInfo,
 )
-from minloader._worker.start import make_worker
 
 pytestmark = pytest.mark.usefixtures("quick_starts")
 

@@ -15,8 +15,9 @@ from minloader import Loader, TransportError
 from minloader._diagnosis.leaves import leaves
 from minloader._foreign.worker import OutOfBand
 from minloader._memory import tensors
+from minloader._memory.batch_packer import BatchPacker
 from minloader._memory.job_file import JobFile
-from minloader._memory.pickling import BatchPacker, PackedBatch, pack, unpack, unpack_batch
+from minloader._memory.pickling import PackedBatch, pack, unpack, unpack_batch
 from minloader._sampling import torch_collate
 
 torch = require("torch")

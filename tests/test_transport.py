@@ -21,10 +21,10 @@ from trouble import Frozen, Hopeless
 
 from minloader._foreign.worker import OutOfBand
 from minloader._memory import unpicklable
+from minloader._memory.batch_packer import BatchPacker
 from minloader._memory.files import LARGE, unlink
 from minloader._memory.job_file import JobFile, JobPickler
 from minloader._memory.pickling import (
-    BatchPacker,
     pack,
     pack_error,
     unpack,

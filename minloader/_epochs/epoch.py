@@ -211,7 +211,9 @@ class Epoch:
 
     def passes_to_follow(self) -> list[int | None]:
         """Return the passes that the next epoch's may go on from with the same copies."""
-        return [lane.feed.pass_to_follow for lane in self.lanes] if self.is_over else []
+        if not self.is_stream or not self.is_over:
+            return []
+        return [lane.feed.pass_to_follow for lane in self.lanes]
 
     def skip(self, n: int) -> None:
         """Leave out the next batches.

@@ -27,8 +27,7 @@ from minloader._errors import (
 from minloader._formats import ADVICE, brief_repr
 from minloader._memory import pickling
 from minloader._pools.ticket import Death
-from minloader._worker.batch_maker import leave_out
-from minloader._worker.messages import Failure, Reply
+from minloader._worker.messages import Failure, Reply, leave_out
 
 logger = logging.getLogger("minloader")
 

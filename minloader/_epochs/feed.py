@@ -111,7 +111,6 @@ class SamplerFeed(Reader):
     shard = 0
     total = 1
     has_failed = False
-    pass_to_follow = None
 
     def __init__(
         self,

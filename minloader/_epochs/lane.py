@@ -31,8 +31,13 @@ from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
-from minloader._worker.messages import Failure, Reply, TaskMessage, ordinal_in_epoch
-from minloader._worker.run import CHUNK_SECONDS
+from minloader._worker.messages import (
+    CHUNK_SECONDS,
+    Failure,
+    Reply,
+    TaskMessage,
+    ordinal_in_epoch,
+)
 
 logger = logging.getLogger("minloader")
 

@@ -20,15 +20,16 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from minloader._memory import forks
+from minloader._memory.batch_packer import BatchPacker
 from minloader._memory.job_file import JobAddress
-from minloader._memory.pickling import BatchPacker, unpack
+from minloader._memory.pickling import unpack
 from minloader._memory.slot_writer import NoSlot, unmap_closed
 from minloader._protocols import snapshot
 from minloader._worker import current
 from minloader._worker.environment import Environment, PackingEnvironment
+from minloader._worker.make import make_worker
 from minloader._worker.messages import Failure, Job, Reply, TaskMessage, Unready, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.start import make_worker
 
 
 class JobReference(NamedTuple):

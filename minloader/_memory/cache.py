@@ -37,9 +37,10 @@ from typing import Any
 from minloader._arguments import checked_int
 from minloader._errors import SKIP
 from minloader._formats import brief_repr, format_bytes
+from minloader._memory.batch_packer import BatchPacker
 from minloader._memory.files import ALIGN, SharedFile, open_shared, path_of
 from minloader._memory.limits import free_memory
-from minloader._memory.pickling import BatchPacker, PackedBatch, unpack_batch
+from minloader._memory.pickling import PackedBatch, unpack_batch
 from minloader._memory.slot_writer import NoSlot
 from minloader._protocols import checked_samples, has_getitems, has_samples, is_stream, reader_of
 

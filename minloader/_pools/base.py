@@ -1,8 +1,9 @@
-"""The protocol of all pools, and the one that makes batches in the calling process.
+"""The protocol of all pools.
 
-A pool runs tasks: here, in threads (``threads.py``), in worker processes of our own
-(``processes.py``), or in an executor that the user brings (``_foreign/pool.py``, which nothing of
-the core imports). An epoch drives all of them alike, through :class:`Pool`, from the parent.
+A pool runs tasks: in the calling process (``inline.py``), in threads of it (``threads.py``), in
+worker processes of our own (``processes.py``), or in an executor that the user brings
+(``_foreign/pool.py``, which nothing of the core imports). An epoch drives all of them alike,
+through :class:`Pool`, from the parent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from minloader._errors import breaks_in
@@ -20,11 +21,7 @@ from minloader._memory.pickling import pack, unpack
 from minloader._memory.slots import Slots
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
-from minloader._worker.environment import InlineEnvironment
-from minloader._worker.messages import Job, Reply, TaskMessage, WorkerInfo
-from minloader._worker.run import Worker
-from minloader._worker.seeds import in_turn
-from minloader._worker.start import make_worker
+from minloader._worker.messages import TaskMessage, WorkerInfo
 
 logger = logging.getLogger("minloader")
 
@@ -213,46 +210,3 @@ class HeldItem:
     def pack(self) -> bytes:
         """Return its pickle."""
         return self._packed or pack(self._kept, down=True)
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class InlinePool(Pool):
-    """Makes each batch in the calling process, when it is submitted.
-
-    Args:
-        job: what to make batches from.
-    """
-
-    job: Job
-    is_inline: ClassVar[bool] = True
-    _worker: Worker | None = None
-
-    def submit(self, task: TaskMessage, bell: Bell) -> Ticket:
-        return Ticket(bell, task)
-
-    def wait(self, ticket: Ticket, bell: Bell) -> None:
-        """Make the batches of a task. After Ctrl-C it has not been done."""
-        assert ticket.task is not None
-        try:
-            reply = in_turn(self._run, self.pack(ticket.task))
-        except Exception as error:
-            if breaks_in(error):
-                raise
-            ticket.step = "sending"
-            ticket.fail(error)
-        else:
-            ticket.finish(reply)
-
-    def _run(self, task: TaskMessage) -> Reply:
-        if self._worker is None:
-            environment = InlineEnvironment(is_stream=self.job.options.is_stream)
-            self._worker = make_worker(self.job, replace(self.infos[0]), environment)
-        return self._worker.run(task)
-
-    def replace_workers(self) -> None:
-        if self._worker is not None:
-            in_turn(self._worker.rewind)  # those that come are sent the user's own object
-
-    def end(self, deadline: float) -> None:
-        super().end(deadline)
-        self._worker = None  # a stream that was left has files open, or programs

@@ -22,7 +22,7 @@ from minloader._pools.cpython import modules_to_preload
 from minloader._pools.environment import default_environment, hash_seed
 from minloader._pools.interrupts import interrupts_held
 from minloader._pools.worker_plugins import MODULES
-from minloader._worker.start import refuse_avalanche
+from minloader._worker.entry import refuse_avalanche
 
 OF_WORKERS = "minloader._worker.start", "minloader._worker.stream_worker"
 """What workers need, with all that these import: what they import themselves is not shared."""

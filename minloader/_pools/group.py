@@ -18,7 +18,7 @@ from minloader._memory.files import can_be_nameless
 from minloader._memory.job_file import ForkedJob, JobFile
 from minloader._memory.limits import memory_limit
 from minloader._memory.slots import Slots
-from minloader._pools.base import InlinePool, Pool, close_pools, leave_pools
+from minloader._pools.base import Pool, close_pools, leave_pools
 from minloader._pools.processes import ProcessPool
 from minloader._protocols import snapshot
 from minloader._worker.messages import Job, WorkerInfo
@@ -207,6 +207,10 @@ class PoolGroup:
     def _make_pool(self, index: int) -> Pool:
         infos = self._infos(index)
         if not self.num_workers:
+            from minloader._pools.inline import (
+                InlinePool,  # others need not be able to make a batch
+            )
+
             return InlinePool(infos=infos, job=self.job)
         slots = None
         if self.kind != "thread":
@@ -248,6 +252,8 @@ class PoolGroup:
         if start_method == "fork":
             if self.sent is None:  # it is said once
                 self._look_for_room(0)
+            import minloader._worker.start  # noqa: F401  # which those that are forked have then
+
             self.sent = ForkedJob(self.job)
             return self.sent
         sent = _serialize(self.job, start_method)
@@ -286,7 +292,7 @@ class PoolGroup:
 
     def begin_fork(self) -> None:
         """Have none of the parent's, in a fork; what is in this process is here, too."""
-        self._pools = [each for each in self._pools if isinstance(each, InlinePool)]
+        self._pools = [each for each in self._pools if each.is_inline]
         self._former = []
 
 

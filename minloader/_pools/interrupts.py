@@ -16,7 +16,7 @@ from threading import get_ident, main_thread
 from typing import Any
 
 from minloader._memory import forks
-from minloader._worker.lifetimes import handled_signals
+from minloader._worker.signals import handled_signals
 
 
 class Interrupts:

@@ -61,22 +61,17 @@ from minloader._pools.environment import check_executable, hash_seed, wrong_exec
 from minloader._pools.served import ServedPool, UnderWay
 from minloader._pools.ticket import Bell, Death, Ticket
 from minloader._protocols import snapshot
+from minloader._worker.entry import run, warm_up, worker_main
 from minloader._worker.heartbeat import READY, Heartbeats
-from minloader._worker.lifetimes import (
+from minloader._worker.messages import TaskMessage
+from minloader._worker.plugins import Plugin
+from minloader._worker.setup import TOKEN, WorkerSetup
+from minloader._worker.signals import (
     handled_signals,
     kill_group,
     kill_marked,
     kill_trees,
     reap_orphans,
-)
-from minloader._worker.messages import TaskMessage
-from minloader._worker.plugins import Plugin
-from minloader._worker.start import (
-    TOKEN,
-    WorkerSetup,
-    run,
-    warm_up,
-    worker_main,
 )
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from minloader._pools.base import GRACE, POOL_CLOSED, UNCHANGEABLE, HeldItem, Po
 from minloader._pools.cpython import is_ours
 from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
+from minloader._worker.entry import refuse_avalanche
 from minloader._worker.messages import Reply, TaskMessage, Unready
-from minloader._worker.start import refuse_avalanche
 
 logger = logging.getLogger("minloader")
 

@@ -17,9 +17,9 @@ from minloader._pools.interrupts import interrupts_held
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
 from minloader._worker.environment import Environment
+from minloader._worker.make import make_worker
 from minloader._worker.messages import Job, TaskMessage, WorkerInfo
 from minloader._worker.run import Worker
-from minloader._worker.start import make_worker
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

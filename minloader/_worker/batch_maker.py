@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from minloader._errors import SKIP, BatchError, is_own, summary
 from minloader._formats import brief_repr
@@ -23,8 +23,6 @@ from minloader._worker.messages import (
     current_batch,
     current_info,
 )
-
-OnSampleError = Literal["raise", "skip"] | Callable[[BatchError], Any]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -228,18 +226,3 @@ class BatchMaker:
             return samples, None
         self.skipped += len(samples) - len(kept)
         return [samples[n] for n in kept], kept
-
-
-def sample_error_handler(on_sample_error: OnSampleError) -> Callable[[BatchError], Any] | None:
-    """Return what is called for each sample that fails; None if nothing is."""
-    if on_sample_error == "raise":
-        return None
-    if on_sample_error == "skip":
-        return leave_out
-    assert callable(on_sample_error)
-    return on_sample_error
-
-
-def leave_out(failure: BatchError) -> Any:
-    """Have a sample left out of its batch; the log says so where that is counted."""
-    return SKIP

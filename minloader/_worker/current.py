@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minloader._worker.messages import WorkerInfo, current_info
+from minloader._worker.messages import Reply, WorkerInfo, current_info
 
 if TYPE_CHECKING:
     from minloader._worker.run import Worker
 
 process_worker: Worker | None = None
 """The worker that all threads of this process belong to."""
+
+failed_start: Reply | None = None
+"""That of a worker process that could not load its job, which is its reply to each task."""
 
 
 def get_worker_info() -> WorkerInfo | None:

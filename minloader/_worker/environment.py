@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 
 from minloader._errors import PACKAGE, file_broken_into
 from minloader._memory import forks
+from minloader._memory.batch_packer import BatchPacker
 from minloader._memory.files import SlotAddress
 from minloader._memory.limits import private_memory
-from minloader._memory.pickling import BatchPacker, PackedBatch, unpack
+from minloader._memory.pickling import PackedBatch, unpack
 from minloader._memory.slot_writer import NO_SLOT, NoSlot
 from minloader._worker import plugins
 from minloader._worker.heartbeat import Beat

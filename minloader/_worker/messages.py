@@ -5,15 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from minloader._errors import BatchError, printed, summary
+from minloader._errors import SKIP, BatchError, printed, summary
 from minloader._memory.files import SlotAddress
 from minloader._memory.pickling import pack_error
 from minloader._sampling.seeding import generator, sample_key
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+OnSampleError = Literal["raise", "skip"] | Callable[[BatchError], Any]
+
+
+def sample_error_handler(on_sample_error: OnSampleError) -> Callable[[BatchError], Any] | None:
+    """Return what is called for each sample that fails; None if nothing is."""
+    if on_sample_error == "raise":
+        return None
+    if on_sample_error == "skip":
+        return leave_out
+    assert callable(on_sample_error)
+    return on_sample_error
+
+
+def leave_out(failure: BatchError) -> Any:
+    """Have a sample left out of its batch; the log says so where that is counted."""
+    return SKIP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +133,11 @@ keeps as its generator must not depend on what is done with them."""
 
 NO_SAMPLE: Final = ...
 """Stands for the index of a sample where none is being made. It survives pickling."""
+
+
+CHUNK_SECONDS = 8e-3
+"""Longest that a chunk of quick batches should take. An executor needs 0.4 to 0.8 ms for a task,
+which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
 class TaskMessage(NamedTuple):

@@ -23,7 +23,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minloader._errors import BatchError, TransportError
-from minloader._memory.pickling import PackedBatch, pack, size_in_band
+from minloader._memory.batch_packer import size_in_band
+from minloader._memory.pickling import PackedBatch, pack
 from minloader._memory.reducers import arrived
 from minloader._memory.slot_writer import NoSlot
 from minloader._protocols import reader_of, reads_at_once, snapshot
@@ -31,6 +32,7 @@ from minloader._worker.batch_maker import BatchMaker
 from minloader._worker.environment import Environment
 from minloader._worker.import_hook import when_imported
 from minloader._worker.messages import (
+    CHUNK_SECONDS,
     Failure,
     Figures,
     Job,
@@ -50,10 +52,6 @@ from minloader._worker.seeds import BatchKey
 if TYPE_CHECKING:
     from minloader._worker.early_reads import EarlyReads
     from minloader._worker.own_generators import SeededGenerators
-
-CHUNK_SECONDS = 8e-3
-"""Longest that a chunk of quick batches should take. An executor needs 0.4 to 0.8 ms for a task,
-which a chunk shares; and a batch waits so long for others in its chunk, twice that at most."""
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -1,8 +1,5 @@
-"""The beginning of a worker process, and its entry for tasks.
-
-    interpreter starts ──> start(setup, index, inheritance) ──> run(task), run(task), ...
-                                 |
-       leads a process group, follows the parent, loads the job, makes its Worker
+"""The beginning of a worker process: it leads a process group, follows the parent, loads the job,
+and makes its Worker.
 
 Nothing here raises: an error in an executor's initializer would break the pool, with no more
 than a log entry. It is kept, and is the reply to each task.
@@ -21,69 +18,36 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from minloader._formats import refuse_breakpoint
-from minloader._memory.files import unlink
 from minloader._memory.job_file import ForkedJob, JobAddress, JobFile
 from minloader._memory.limits import private_memory
 from minloader._memory.pickling import unpack
 from minloader._worker import current
-from minloader._worker.environment import Environment, ProcessEnvironment
+from minloader._worker.environment import ProcessEnvironment
 from minloader._worker.heartbeat import READY, open_heartbeat
 from minloader._worker.import_hook import when_imported
 from minloader._worker.lifetimes import follow_parent, kill_descendants, lead_group
+from minloader._worker.make import make_worker
 from minloader._worker.messages import (
-    NOTHING_READ,
     Failure,
     Job,
     Reply,
-    TaskMessage,
-    WorkerInfo,
     current_info,
 )
-from minloader._worker.plugins import Plugin, before_batch
-from minloader._worker.run import ItemWorker, Worker
+from minloader._worker.plugins import before_batch
 from minloader._worker.seeds import seed_random_on_first_use
+from minloader._worker.setup import TOKEN, WorkerSetup
 
 if TYPE_CHECKING:
     from minloader._memory.inherited import Inheritance
 
 logger = logging.getLogger("minloader")
 
-failed_start: Reply | None = None  # that of a worker process that could not load its job
-
-
-class WorkerSetup(NamedTuple):
-    """All that a worker process is given when it starts.
-
-    Attributes:
-        address: where the job is.
-        heartbeats: path of the file of heartbeats.
-        token: value of the environment variable TOKEN for all that the worker starts.
-        infos: what the workers of its pool are told, by their index.
-        plugins: what hangs on it.
-    """
-
-    address: JobAddress | ForkedJob
-    heartbeats: str
-    token: str
-    infos: list[WorkerInfo]
-    plugins: list[Plugin]
-
-    def clean_up(self) -> None:
-        """Remove files that have names, when the parent was killed."""
-        self.address.remove()
-        unlink(self.heartbeats)
-
-
-TOKEN = "MINLOADER_TOKEN"
-"""Environment variable by which the processes that a worker started are known when it is dead."""
-
 
 def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> None:
     """Make this process a worker, before its first task. Never raises."""
-    global failed_start
     # Workers share the processors among themselves; these are read when the libraries are
     # loaded, which is later. OpenBLAS, MKL and torch follow the first unless told otherwise.
     pid = os.getpid()
@@ -147,18 +111,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
         when = f"while worker {info.id} loaded the dataset"
         failure = Failure.of(error, packed=True, when=when, fatal=True)
         current.process_worker = None
-        failed_start = Reply(worker=info.id, pid=pid, packed=True, outcomes=[failure])
+        current.failed_start = Reply(worker=info.id, pid=pid, packed=True, outcomes=[failure])
     if os.getpid() != pid:
         os._exit(1)  # a fork that came back from the user's code: it is no worker
-
-
-def make_worker(job: Job, info: WorkerInfo, environment: Environment) -> Worker:
-    """Return the worker for a job, in whatever thread or process; see :class:`Worker`."""
-    if not job.options.is_stream:
-        return ItemWorker(job, info, environment)
-    from minloader._worker.stream_worker import StreamWorker  # spawned workers of others need none
-
-    return StreamWorker(job, info, environment)
 
 
 _get_preparation_data = multiprocessing.spawn.get_preparation_data
@@ -228,67 +183,3 @@ def _load_copy(job: Job, written: Callable[[], JobFile | Exception]) -> Any:
     if getattr(dataset, "read_once", False) and job.beginning is not None:
         dataset.load_state_dict(unpack(job.beginning)["dataset"])  # it was read before
     return dataset
-
-
-def refuse_avalanche() -> None:
-    """Refuse to start workers for a module that is just being imported in a worker.
-
-    Each of them would import that module too, and start more: 1, 2, 4, 8 processes, and so on.
-
-    Raises:
-        RuntimeError: it is so.
-        ImportError: the fork server imports the module. It passes over such an error, and no other.
-    """
-    server: Any = None
-    if multiprocessing.parent_process() is None:  # what the server has forked has one
-        server = sys.modules.get("multiprocessing.forkserver")
-    in_server = server.main.__code__ if server is not None else None
-    module: str | None = None  # the innermost one that is being imported
-    frame = sys._getframe()
-    # A fork has its parent's frames too, behind the one in which the worker begins.
-    while frame.f_code not in (worker_main.__code__, JobAddress.unpickle.__code__, in_server):
-        if module is None and frame.f_code.co_name == "<module>":
-            module = frame.f_globals.get("__name__")
-        if frame.f_back is None:
-            return  # this is no worker
-        frame = frame.f_back
-    if module is not None:
-        kind = ImportError if frame.f_code is in_server else RuntimeError
-        raise kind(
-            f"the module {module!r} reads a Loader while it is imported, and a worker has just "
-            "imported it: each worker would import it and start workers of its own, without end; "
-            f"put what reads the Loader into a function, or in {module!r} under "
-            "'if __name__ == \"__main__\":'"
-        )
-
-
-def worker_main(
-    setup: WorkerSetup,
-    index: int,
-    inheritance: Inheritance | None,
-    target: Callable[..., Any],
-    args: Any,
-) -> None:
-    """Run a worker process: :func:`start` first, then what the executor has for it."""
-    start(setup, index, inheritance)
-    worker = current.process_worker
-    if worker is not None and worker.early_reads is not None:
-        from minloader._worker.concurrent import ReadAheadQueue  # of few: it imports asyncio
-
-        args = ReadAheadQueue(args[0], worker.early_reads.begin), *args[1:]
-    target(*args)
-
-
-def run(task: TaskMessage) -> Reply:
-    """Make the batches of a task in a worker process."""
-    worker = current.process_worker
-    if worker is None:
-        assert failed_start is not None
-        if task.shard is not None:
-            return failed_start._replace(shard=NOTHING_READ)
-        return failed_start._replace(outcomes=failed_start.outcomes * len(task.items))
-    return worker.run(task)
-
-
-def warm_up() -> None:
-    """Do nothing: a task that makes an executor start a worker for it."""

@@ -46,7 +46,7 @@ from minloader._sampling.reader import used_up
 from minloader._sampling.torch_collate import collate, convert
 from minloader._worker import torch_conventions as conventions
 from minloader._worker import torch_stream
-from minloader._worker.batch_maker import OnSampleError
+from minloader._worker.messages import OnSampleError
 from minloader._worker.seeds import in_turn
 from minloader._worker.shuffled import shuffled
 from minloader._worker.stream_reader import put_back
