@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import lists, outcomes, plain, require
-from helpers import Refuses
+from helpers import Numbers, Refuses, StatefulIterator, StatefulNumbers
 from interrupts import OURS, interrupted
 from kinds import (
     IDIOMS,
@@ -508,3 +508,21 @@ def test_what_is_no_state_for_us_is_none(way, kind, workers):
     with TOLD[way](kind(), num_workers=workers) as resumed:
         resumed.load_state_dict(state)
         assert plain(list(resumed)) == expected[3:]
+
+
+def as_it_is(stream: Any) -> Any:
+    return stream
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("wrap", [as_it_is, partial(shuffled, buffer_size=4)])
+@pytest.mark.parametrize("other", [Numbers, StatefulNumbers])
+def test_a_state_of_an_iterator_that_has_none_is_refused(other, wrap, on_error):
+    """Whoever leaves out what fails must not be given an empty epoch."""
+    with Loader(wrap(StatefulIterator(20)), num_workers=0) as loader:
+        list(islice(loader, 9))
+        state = loader.state_dict()
+    with Loader(wrap(other(20)), num_workers=0, on_error=on_error) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"one of an iterator.*has no load_state_dict"):
+            list(loader)

@@ -39,6 +39,7 @@ from minloader import (
     WorkerDied,
     get_worker_info,
     pad_collate,
+    shuffled,
 )
 from minloader._diagnosis.inspect import inspect
 from minloader._epochs.lane import Lane
@@ -679,9 +680,10 @@ class Keeps:
         return self.kept
 
 
+@variants("stream", [Keeps, lambda: shuffled(Keeps(), 4)])
 @here
-def test_a_stream_that_returns_the_iterator_that_has_ended_is_refused(make):
-    loader = make(Keeps())
+def test_a_stream_that_returns_the_iterator_that_has_ended_is_refused(make, stream):
+    loader = make(stream())
     assert list(loader)
     with pytest.raises(RuntimeError, match=r"dataset is an iterator.*read once"):
         list(loader)

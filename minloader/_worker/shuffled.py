@@ -28,7 +28,7 @@ from minloader._worker.current import get_worker_info
 from minloader._worker.fingerprint import fingerprint
 from minloader._worker.messages import DRAWN, WorkerInfo, begin_batch, current_batch
 from minloader._worker.seeds import seed_globals
-from minloader._worker.stream_reader import begin_at_state, put_back
+from minloader._worker.stream_reader import begin_at_state, put_back, put_iterator_back
 
 logger = logging.getLogger("minloader")
 
@@ -249,7 +249,7 @@ class StatefulShuffle(Shuffle):
         if self._source is None:
             self._open(states.get("dataset"))
         if "iterator" in states:
-            self._source.load_state_dict(states["iterator"])
+            put_iterator_back(self._source, states["iterator"])
             if self._source is self._owner.stream:
                 begin_at_state(self._source, states["iterator"])
         if state["number"] >= 0:

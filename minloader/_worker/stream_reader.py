@@ -47,6 +47,25 @@ END = object()
 """Stands for a batch where there are no more."""
 
 
+class OtherStream(ValueError):
+    """A state is of another stream than the one that is to go on from it."""
+
+
+def put_iterator_back(iterator: Any, state: Any) -> None:
+    """Put the iterator of a stream back to a state.
+
+    Raises:
+        OtherStream: it has no states.
+    """
+    if not hasattr(iterator, "load_state_dict"):
+        raise OtherStream(
+            "the state that was loaded is one of an iterator, but that of the stream, "
+            f"{brief_repr(iterator)}, has no load_state_dict; give the stream that the state was "
+            "taken with"
+        )
+    iterator.load_state_dict(state)
+
+
 def put_back(stream: Any, state: Any) -> None:
     """Put a stream back to a state, for the next ``iter``.
 
@@ -131,7 +150,7 @@ class Copy(Source):
         state = self._iterator_state
         self._iterator_state = None  # if it is begun once more
         if state is not None:
-            iterator.load_state_dict(state)
+            put_iterator_back(iterator, state)
             if _is_own_iterator(dataset, iterator):
                 begin_at_state(dataset, state)
         return iterator
@@ -141,8 +160,9 @@ class Copy(Source):
 
     def end(self, iterator: Any, read: int, state: Any) -> None:
         stream = self.stream
-        is_same = self._is_stream(iterator) or iterator is self._ended
-        self._ended = iterator
+        source = getattr(iterator, "_source", iterator)  # of a shuffled one, the stream's
+        is_same = source is stream or source is self._ended
+        self._ended = source
         if not read and self.has_given and is_same and not has_epochs(stream):
             raise _read_once(stream)
 
@@ -284,6 +304,10 @@ class ShardReader(Reader):
         was_given = self._here < self.next
         try:
             self.open()
+        except OtherStream:
+            self.is_ended = True
+            self.is_other = True
+            raise
         except BaseException as error:
             if not was_given or self.is_other or self._ends_program(error):
                 raise
