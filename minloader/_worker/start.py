@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import logging
 import multiprocessing
 import multiprocessing.spawn
 import multiprocessing.util
@@ -42,8 +41,6 @@ from minloader._worker.setup import TOKEN, WorkerSetup
 
 if TYPE_CHECKING:
     from minloader._memory.inherited import Inheritance
-
-logger = logging.getLogger("minloader")
 
 
 def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> None:

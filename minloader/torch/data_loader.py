@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import logging
 import multiprocessing
 import warnings
 import weakref
@@ -56,8 +55,6 @@ from minloader.torch.order import EpochOrder, Items, Order, Start, draw_seed
 
 if TYPE_CHECKING:
     from minloader._diagnosis.stats import Stats
-
-logger = logging.getLogger("minloader")
 
 VERSION = 1
 """Version of the states."""
