@@ -159,23 +159,33 @@ KINDS: dict[str, Callable[..., Any]] = {
 }
 """Each with the arguments that change its order, or how it is read."""
 
-LIMITED: dict[str, Any] = {
-    "max_batch": lambda most, **w: DynamicBatchSampler(
-        LENGTHS, 60, max_batch=3 if most else None, shuffle=True, **w
+LIMITED: list[tuple[str, Any]] = [
+    (
+        "max_batch",
+        lambda most, **w: DynamicBatchSampler(
+            LENGTHS, 60, max_batch=3 if most else None, shuffle=True, **w
+        ),
     ),
-    "max_total": lambda most, **w: DynamicBatchSampler(
-        LENGTHS, 45 if most else 60, shuffle=True, **w
+    (
+        "max_total",
+        lambda most, **w: DynamicBatchSampler(LENGTHS, 45 if most else 60, shuffle=True, **w),
     ),
-    "max_padded": lambda most, **w: DynamicBatchSampler(
-        Lazily(LENGTHS), max_padded=45 if most else 60, buckets=2, **w
+    (
+        "max_padded",
+        lambda most, **w: DynamicBatchSampler(
+            Lazily(LENGTHS), max_padded=45 if most else 60, buckets=2, **w
+        ),
     ),
-    "rows": lambda most, **w: PackedBatchSampler(LENGTHS, 45, 3 if most else None, **w),
-    "capacity": lambda most, **w: PackedBatchSampler(
-        LENGTHS, 45 if most else 60, window=20, shuffle=True, **w
+    ("rows", lambda most, **w: PackedBatchSampler(LENGTHS, 45, 3 if most else None, **w)),
+    (
+        "capacity",
+        lambda most, **w: PackedBatchSampler(
+            LENGTHS, 45 if most else 60, window=20, shuffle=True, **w
+        ),
     ),
-    "batch_size": lambda most, **w: BatchSampler(N, 6 if most else 2, True, **w),
-}
-"""Samplers with another limit on a batch, by the name of that."""
+    ("batch_size", lambda most, **w: BatchSampler(N, 6 if most else 2, True, **w)),
+]
+"""Samplers with another limit on a batch, and the name of that argument."""
 
 FEW = [1, 2, 3, 4] * 5
 

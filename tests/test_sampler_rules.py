@@ -568,14 +568,14 @@ def test_an_epoch_after_errors_that_a_state_is_amid(make):
 # --- arguments --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", LIMITED)
+@pytest.mark.parametrize(("limit", "make"), LIMITED)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("loader", [False, True])
-def test_a_limit_may_be_another_if_that_is_allowed(limit, world_size, loader):
+def test_a_limit_may_be_another_if_that_is_allowed(limit, make, world_size, loader):
     """In the same world size as in another: what was not given is dealt out anew."""
 
     def made(most: bool, **w: int) -> Any:
-        sampler = LIMITED[limit](most, **w)
+        sampler = make(most, **w)
         return Loader(list, sampler, num_workers=0) if loader else sampler
 
     lived = made(False)
