@@ -199,7 +199,7 @@ class Usage(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What is counted of a task. Nothing depends on it but what users and logs are told.
+    """What is counted of a task: users and logs are told of it, and how many batches the next has.
 
     Attributes:
         timings: how long it took.
