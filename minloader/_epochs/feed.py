@@ -22,7 +22,6 @@ from minloader._sampling.base import Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import ranks_as_text, with_inner
 from minloader._sampling.reader import Check, Reader, Source, SourceState
-from minloader._worker.messages import Shard
 
 logger = logging.getLogger("minloader")
 
@@ -107,10 +106,6 @@ class SamplerFeed(Reader):
     error_size = 0
     keeps_last = True
     may_overtake = True
-    # What only shards have.
-    shard = 0
-    total = 1
-    has_failed = False
 
     def __init__(
         self,
@@ -275,12 +270,6 @@ class SamplerFeed(Reader):
             ordinal, item = self.last
             return Check(ordinal, self.digest(ordinal, item))
         return self.check
-
-    # --- of tasks
-
-    def shard_of(self, task: Task) -> Shard | None:
-        """Return which shard of a stream a task is for: none."""
-        return None
 
     # --- to draw
 

@@ -29,14 +29,15 @@ from minloader._epochs.options import Shared
 from minloader._epochs.position import LanePosition, take_back
 from minloader._epochs.task import Delivery, Task
 from minloader._errors import SKIP
+from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell, Ticket
 from minloader._protocols import snapshot
 from minloader._worker.messages import (
     CHUNK_SECONDS,
     Failure,
     Reply,
+    Shard,
     TaskMessage,
-    ordinal_in_epoch,
 )
 
 logger = logging.getLogger("minloader")
@@ -111,11 +112,18 @@ class Lane:
         self._call = call
         self._max_chunk = self._find_max_chunk()
         self._chunk = 1  # how many batches the next task is to have
-        max_in_flight = -(-shared.group.max_in_flight // feed.total)
+        max_in_flight = self._find_max_in_flight()
         if max_in_flight:
             # The first tasks share what one may hold, so that all workers get some.
             self._chunk = min(max(1, shared.chunk // max_in_flight), self._max_chunk)
         self._adopt()
+
+    def _find_max_in_flight(self) -> int:
+        return self.shared.group.max_in_flight
+
+    def _find_pool(self) -> Pool:
+        """Return the pool that there is now."""
+        return self.shared.group.pool()
 
     def _find_max_chunk(self) -> int:
         if self.shared.job.options.memory_limit is not None:
@@ -128,7 +136,7 @@ class Lane:
 
     def _adopt(self) -> None:
         """Send tasks to the pool that there is now."""
-        self.pool = self.shared.group.pool(self.feed.shard)
+        self.pool = self._find_pool()
         self.pool.forgive_failed_starts()
 
     @property
@@ -175,14 +183,13 @@ class Lane:
             check=check,
             beginning=feed.beginning,
             is_ended=is_ended,
-            has_failed=feed.has_failed,
         )
 
     # --- down
 
     def send_more(self) -> bool:
         """Send a task that waits for it, or else draw another. Return whether there was any."""
-        if self.shared.group.pool(self.feed.shard) is not self.pool:
+        if self._find_pool() is not self.pool:
             if any(task.ticket is not None for task in self.tasks):
                 return False  # first they come from where they are
             self._adopt()
@@ -194,7 +201,7 @@ class Lane:
             ordinal=task.first,
             epoch=self.feed.epoch,
             items=task.items,
-            shard=self.feed.shard_of(task),
+            shard=self._shard_of(task),
             alone=is_retried or not self.shared.options.retries,
             suspects=task.suspects,
         )
@@ -206,6 +213,10 @@ class Lane:
                 task.forget()  # it is made once more
                 raise
         return True
+
+    def _shard_of(self, task: Task) -> Shard | None:
+        """Return which shard of a stream a task is for: of a sampler none."""
+        return None
 
     @property
     def next_unsent(self) -> int:
@@ -282,7 +293,7 @@ class Lane:
 
     def ordinal_in_epoch(self, ordinal: int) -> int:
         """Return the ordinal of a batch in its epoch, as messages give it."""
-        return ordinal_in_epoch(ordinal, shard=self.feed.shard, total=self.feed.total)
+        return ordinal
 
     def is_at_hand(self) -> bool:
         """Return whether the current task has the next batch, and that need only be handed over."""

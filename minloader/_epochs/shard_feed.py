@@ -10,16 +10,18 @@ How many batches there are is known when a reply has fewer than were asked for: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minloader._epochs.lane import Lane
 from minloader._epochs.options import Shared
 from minloader._epochs.position import LanePosition, Position
 from minloader._epochs.task import Task
+from minloader._pools.base import Pool
 from minloader._pools.ticket import Bell, Ticket
 from minloader._sampling.reader import Check, SourceState, pass_numbers
-from minloader._worker.messages import Failure, Reply, Shard
+from minloader._worker.messages import Failure, Reply, Shard, ordinal_in_epoch
 from minloader._worker.stream_worker import READING, READING_ON
 
 logger = logging.getLogger("minloader")
@@ -32,6 +34,23 @@ MAX_SHARD_CHUNK = 64
 class ShardLane(Lane):
     """The lane of a shard."""
 
+    feed: ShardFeed
+
+    def position(self, held: Sequence[tuple[Task, int]] = ()) -> LanePosition:
+        return replace(super().position(held), has_failed=self.feed.has_failed)
+
+    def ordinal_in_epoch(self, ordinal: int) -> int:
+        return ordinal_in_epoch(ordinal, shard=self.feed.shard, total=self.feed.total)
+
+    def _find_max_in_flight(self) -> int:
+        return -(-super()._find_max_in_flight() // self.feed.total)
+
+    def _find_pool(self) -> Pool:
+        return self.shared.group.pool(self.feed.shard)
+
+    def _shard_of(self, task: Task) -> Shard:
+        return self.feed.shard_of(task)
+
     def _find_max_chunk(self) -> int:
         return 1 if self.shared.job.options.memory_limit is not None else MAX_SHARD_CHUNK
 
@@ -39,7 +58,7 @@ class ShardLane(Lane):
         feed = self.feed
         if feed.is_ended:
             return None
-        task: Task = feed.draw(self._chunk)
+        task = feed.draw(self._chunk)
         self.tasks.append(task)
         feed.next = task.stop
         return task
