@@ -154,6 +154,41 @@ del loader
 """
 
 
+LEAKING = """
+import logging, os, resource
+from traceback import format_exception_only
+from minloader import Loader
+
+format_exception_only(ValueError())  # from 3.15 it imports a module, which takes a descriptor
+kept = []
+
+
+def leak(item):
+    while item == 1:
+        kept.append(open(os.devnull))
+    return item
+
+
+logging.getLogger("minloader").setLevel(logging.ERROR)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+with Loader(leak, range(3), on_error="skip", {options}) as loader:
+    print(*loader)
+with Loader(leak, range(3), {options}) as loader:
+    try:
+        list(loader)
+    except OSError as error:
+        print(*error.__notes__)
+"""
+
+
+@pytest.mark.parametrize("options", ["num_workers=0", "executor='thread', num_workers=1"])
+def test_a_dataset_that_takes_all_descriptors_is_told_of(options):
+    """What says so opens no file, not even a module of ours."""
+    given, note = printed_by(LEAKING.format(options=options)).splitlines()
+    assert given == "0 2"
+    assert "batch 1 of epoch 0" in note
+
+
 def test_too_few_descriptors_are_told():
     limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (14, 14))"
     said = printed_by(TRIED.replace("try:", limit + "\ntry:"))

@@ -23,6 +23,7 @@ from operator import attrgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from minloader._epochs.failures import Failures
 from minloader._epochs.feed import SamplerFeed, SamplerSource
 from minloader._epochs.lane import MISSING, Coming, Lane
 from minloader._epochs.options import Shared
@@ -39,7 +40,6 @@ from minloader._worker.messages import Failure
 
 if TYPE_CHECKING:
     from minloader._diagnosis.shard_watch import ShardWatch
-    from minloader._epochs.failures import Failures
 
 TURN = attrgetter("delivered")
 """By which lanes take turns: the least comes first, and of equals the lowest number."""
@@ -113,9 +113,7 @@ class Epoch:
         self._shard_watch: ShardWatch | None = None
         self.is_held = False
         self._compares = False  # whether batches of shards are to be compared yet
-        self._failures: Failures | None = None
-        if start.failed:
-            self._failures = _new_failures(shared, start.epoch, start.failed, start.errors)
+        self._failures = Failures(shared, start)
         self.lanes: list[Lane] = []
         self.begin_at(start, (), follows)
         if self.is_stream and len(self.lanes) > 1:
@@ -201,7 +199,7 @@ class Epoch:
             lanes=lanes,
             is_stream=self.is_stream,
             length=self.length,
-            failed=0 if self._failures is None else self._failures.count,
+            failed=self._failures.count,
         )
 
     def following(self, number: int) -> Position:
@@ -377,8 +375,6 @@ class Epoch:
         batch = lane.ordinal_in_epoch(ordinal)
         samples = [(sample, text) for each, sample, text in reply.failed if each == n]
         if samples or type(delivery.outcome) is Failure:
-            if self._failures is None:
-                self._failures = _new_failures(self.shared, self.number)
             self._failures.settle(delivery, batch, samples, self._interrupts.let_through)
             reply.outcomes[n] = delivery
         elif self._compares and delivery.outcome is not SKIP:
@@ -444,12 +440,6 @@ class Epoch:
             has_sent = True
             room -= 1
         return has_sent
-
-
-def _new_failures(*args: Any) -> Failures:
-    from minloader._epochs.failures import Failures  # most epochs have none
-
-    return Failures(*args)
 
 
 def _by_work(lane: Lane) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from minloader._epochs.counters import ERRORS_KEPT, plain, track_of
 from minloader._epochs.options import Shared
+from minloader._epochs.position import Position
 from minloader._epochs.task import Delivery
 from minloader._errors import (
     SKIP,
@@ -64,28 +65,24 @@ class Failures:
 
     Args:
         shared: what all epochs of the loader share.
-        epoch: number of the epoch.
-        count: what had failed before, where the epoch is gone on with.
-        errors: of that, as a position has them; empty: the last that the loader knows.
+        start: where the epoch begins.
 
     Attributes:
         count: how many samples have failed, and batches of which it is not known by which sample.
     """
 
-    def __init__(
-        self, shared: Shared, epoch: int, count: int = 0, errors: Sequence[Any] = ()
-    ) -> None:
-        self.count = count
+    def __init__(self, shared: Shared, start: Position) -> None:
+        self.count = start.failed
         self._shared = shared
-        self._epoch = epoch
+        self._epoch = start.epoch
         # What the last ones are recognized by, as many as a state has errors.
         self._last_keys: dict[str, None] = {}
-        if not count:
+        if not start.failed:
             return
         # A state has those that were before it; here there may be others since.
         before: Counter[int] = Counter()
-        for each, batch, sample, _ in errors or shared.counters.last_errors:
-            if each == epoch:
+        for epoch, batch, sample, _ in start.errors or shared.counters.last_errors:
+            if epoch == self._epoch:
                 self._last_keys[_key(batch, sample, before[batch])] = None
                 before[batch] += 1
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Final
 
+from minloader._epochs import lost
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.options import Shared
 from minloader._epochs.position import LanePosition, take_back
@@ -380,9 +381,7 @@ class Lane:
         """Make available what has come back, in its place; or prepare to send it again."""
         reply = ticket.reply
         if reply is None:
-            from minloader._epochs.lost import replacements  # few loaders lose any
-
-            self._replace(task, replacements(self, task, ticket))
+            self._replace(task, lost.replacements(self, task, ticket))
             task.ticket = None
             return
         made = len(reply.outcomes)
