@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
@@ -23,7 +24,7 @@ from helpers import (
 )
 from kinds import Reusing
 
-from minloader import SKIP, BatchError, Loader
+from minloader import SKIP, BatchError, Loader, get_worker_info
 from minloader._diagnosis.inspect import inspect
 from minloader._epochs.feed import SamplerFeed
 from minloader._epochs.lane import CHUNK_BYTES, MAX_CHUNK
@@ -103,6 +104,34 @@ def test_an_epoch_begins_with_what_the_last_one_found_out(chunks):
     assert next(iter(loader)) == 0
     share = MAX_CHUNK // (2 * loader.num_workers) if loader.num_workers else 1
     assert chunks.sent[before] == (0, min(N, share))
+
+
+class SlowSecond:
+    """A stream whose second epoch comes to a stop at its third sample, until a gate opens."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.gate = gate
+
+    def __iter__(self) -> Iterator[int]:
+        for n in range(400):
+            info = get_worker_info()
+            assert info is not None
+            if info.epoch == 1 and n == 2:
+                assert self.gate.wait(60)
+            yield n
+
+
+def test_an_epoch_of_a_stream_begins_with_one_batch(monkeypatch):
+    """The last one may have ended with quick batches, of a buffer, which tell nothing of it."""
+    monkeypatch.setattr("minloader._epochs.lane.CHUNK_SECONDS", 60)
+    gate = threading.Event()
+    with Loader(SlowSecond(gate), num_workers=1, executor="thread") as loader:
+        assert list(loader) == list(range(400))
+        assert loader.stats.workers.chunk_size > 1
+        batches = iter(loader)
+        assert next(batches) == 0  # it does not wait for the third
+        gate.set()
+        assert list(batches) == list(range(1, 400))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False, 100])

@@ -112,15 +112,16 @@ class Lane:
         self._bell = bell
         self._call = call
         self._max_chunk = self._find_max_chunk()
-        self._chunk = 1  # how many batches the next task is to have
-        max_in_flight = self._find_max_in_flight()
-        if max_in_flight:
-            # The first tasks share what one may hold, so that all workers get some.
-            self._chunk = min(max(1, shared.chunk // max_in_flight), self._max_chunk)
+        self._chunk = min(self._first_chunk(), self._max_chunk)  # how many the next task is to have
         self._adopt()
 
-    def _find_max_in_flight(self) -> int:
-        return self.shared.group.max_in_flight
+    def _first_chunk(self) -> int:
+        """Return how many batches the first tasks are to have.
+
+        They share what one may hold, so that all workers get some.
+        """
+        most = self.shared.group.max_in_flight
+        return max(1, self.shared.chunk // most) if most else 1
 
     def _find_pool(self) -> Pool:
         """Return the pool that there is now."""
