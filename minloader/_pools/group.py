@@ -207,9 +207,7 @@ class PoolGroup:
     def _make_pool(self, index: int) -> Pool:
         infos = self._infos(index)
         if not self.num_workers:
-            from minloader._pools.inline import (
-                InlinePool,  # others need not be able to make a batch
-            )
+            from minloader._pools.inline import InlinePool  # it loads what makes batches
 
             return InlinePool(infos=infos, job=self.job)
         slots = None
