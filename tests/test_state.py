@@ -47,6 +47,7 @@ from minloader import (
     DynamicBatchSampler,
     Loader,
     MixtureSampler,
+    prefetch,
 )
 from minloader._epochs.feed import STATE_COST, SamplerFeed, SamplerSource
 from minloader._epochs.position import NO_SOURCE_STATE, LanePosition
@@ -1117,3 +1118,26 @@ def test_each_of_two_iterators_over_one_sampler_has_its_epoch(way, loaders):
         both = [iter(made[0]), iter(made[-1])]
         got = [[next(each) for each in both] for _ in range(3)]
     assert got == [[0, 10], [1, 11], [2, 12]]
+
+
+def test_a_state_of_a_lane_that_is_made_anew_while_what_was_ahead_is_held():
+    """As an interrupt has it made: the sampler is read on from before what was not given."""
+    gate = threading.Event()
+
+    def late(item: int) -> int:
+        assert item or gate.wait(60)
+        return item
+
+    options: Any = {"num_workers": 2, "executor": "thread", "in_order": False}
+    with Loader(late, BatchSampler(range(6), None), **options) as loader:
+        batches = iter(prefetch(loader, int, depth=1))
+        given = [next(batches)]
+        epoch = loader._course.cursor.epoch
+        assert epoch is not None
+        assert eventually(lambda: len(epoch.held) == 1)
+        epoch._begin_again()
+        state = loader.state_dict()
+        gate.set()
+    with Loader(late, BatchSampler(range(6), None), num_workers=0) as resumed:
+        resumed.load_state_dict(state)
+        assert sorted([*given, *resumed]) == list(range(6))

@@ -176,6 +176,8 @@ class Lane:
         # What is held and has no items has the place of an error.
         left = [task for task in known if task.stop > delivered or not task.items]
         head = min(left, key=_first, default=None)
+        if head is not None and head.first > delivered:
+            head = None  # what is held was ahead, and a lane that was made anew has drawn nothing
         check = feed.check_at(delivered, head) if head is None or head.items else head.check
         is_ended = head is None and self.shared.job.options.is_stream and feed.is_ended
         return LanePosition(
