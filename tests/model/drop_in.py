@@ -239,6 +239,7 @@ class Place:
         behind: the global generators as it began, and behind each item, as torch's loader without
             workers has them.
         skipped: how many of its first batches are left out, if it has not begun.
+        is_behind_left: whether the epoch before was left: samplers have no state that begins it.
     """
 
     number: int = 0
@@ -248,6 +249,7 @@ class Place:
     fixed: Fixed | None = None
     behind: list[Generators] = field(default_factory=list)
     skipped: int = 0
+    is_behind_left: bool = False
 
 
 @dataclass
@@ -305,8 +307,13 @@ class DropIn:
 
     @property
     def must_be_told(self) -> bool:
-        """Whether its loop tells it again, as with torch: its number is nowhere to be seen."""
-        return "hidden" in self.kind
+        """Whether its loop tells it again, as with torch: its number is nowhere to be seen.
+
+        That of an inner sampler may be in its state, but behind an epoch that was left there is
+        none that begins the next one.
+        """
+        is_in_state = "with state, inner" in self.kind
+        return "hidden" in self.kind or (is_in_state and self.place.is_behind_left)
 
     def arguments(self, generator: torch.Generator) -> Arguments:
         return {"dataset": Drawing(self.n), "collate_fn": list} | KINDS[self.kind](
@@ -389,7 +396,7 @@ class DropIn:
     def go_on(self) -> None:
         """Goes to the next epoch, if the present one was left."""
         if self.left:
-            self.place = Place(self.place.number + 1, self.told)
+            self.place = Place(self.place.number + 1, self.told, is_behind_left=True)
             self.left = False
 
     def skip(self, count: int) -> None:
@@ -614,6 +621,8 @@ FOUND: dict[str, str] = {
     "left out before anything": "skip 1; note; skip 1; note; verify",
     "resumed, and left": "begin 0; take 1; note; finish; load 0; go on; take 1; leave; begin 1; "
     "take 1; leave; begin 2; finish; move 0; go on; take 1; leave; begin 1; finish",
+    "resumed behind one that was left": "begin 0; take 1; leave; begin 1; take 1; leave; note; "
+    "begin 2; load, not restored 0; go on; finish",
     "resumed, and resumed again": "begin 0; take 1; note; move 0; go on; take 1; note; move 1; "
     "go on; take each; verify",
 }
