@@ -180,11 +180,9 @@ class Loader(Generic[B]):
         is_stream = protocols.is_stream(dataset, sampler)
         if is_stream:
             batch_size = arguments.checked_stream(batch_size, shuffle, last_batch, collate_fn)
-            functions = transform, collate_fn, worker_init_fn
-            if any(getattr(each, "__self__", None) is dataset for each in functions):
-                from minloader._diagnosis.mistakes import report_bound
+            from minloader._diagnosis.rarely_meant import look_at_bound
 
-                report_bound(dataset)
+            look_at_bound(dataset, (transform, collate_fn, worker_init_fn))
         else:
             arguments.check_dataset(dataset, awaits=transform is not None or collate_fn is not None)
             is_here = not num_workers or executor == "thread"
@@ -365,8 +363,8 @@ class Loader(Generic[B]):
             raise ValueError(f"epochs takes n={n} more, or all until={until}; drop one of them")
         n = None if n is None else checked_int("n", n, 0)
         until = None if until is None else checked_int("until", until, 0)
-        if until is not None and self._course.cursor.epoch is not None:
-            from minloader._diagnosis.mistakes import look_at_left  # most begin with epoch 0
+        if until is not None:
+            from minloader._diagnosis.rarely_meant import look_at_left
 
             look_at_left(self._course.cursor, until)
         return SeveralEpochs(self._course, n, until)
@@ -457,15 +455,9 @@ class Loader(Generic[B]):
         course = self._course
         position, seed = course.read_state(state, None if self._any_seed else self.seed)
         if position.is_stream:
-            if allow:
-                raise ValueError(
-                    f"allow is for a sampler of minloader's, but this loader has a stream, got "
-                    f"{allow!r}; drop it"
-                )
-            if not protocols.is_stateful(self.dataset):
-                from minloader._diagnosis.mistakes import check_stream_state
+            from minloader._diagnosis.mistakes import check_stream_state
 
-                check_stream_state(self.dataset, position)
+            check_stream_state(self.dataset, position, allow)
             _look_at_shards(self.num_workers, len(position.lanes))
         else:
             position = course.adapt(position, seed, allow)
@@ -541,10 +533,10 @@ def _make_sampler(
     if sampler is not None:
         arguments.check_sampler_alone(batch_size, shuffle, last_batch)
         arguments.check_iterable("sampler", sampler)
-        if protocols.is_array_like(dataset):
-            from minloader._diagnosis.mistakes import check_array
+        if protocols.is_array_like(dataset) or hasattr(sampler, "lengths_digest"):
+            from minloader._diagnosis.mistakes import check_fit
 
-            check_array(dataset, sampler)
+            check_fit(dataset, sampler)
         return sampler
     size = arguments.dataset_length(dataset)
     if not size:

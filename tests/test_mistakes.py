@@ -1139,6 +1139,98 @@ def test_an_empty_dataset_is_told(caplog):
     assert caplog.messages == ["the dataset, [], has no samples"]
 
 
+def lengths_of(n: int) -> DynamicBatchSampler:
+    return DynamicBatchSampler([1] * n, max_total=5)
+
+
+PARTS = Concatenated([range(5), range(5)])
+
+LENGTHS: dict[str, tuple[Any, Any, bool]] = {
+    "of some": (range(20), lengths_of(10), True),
+    "of some, packed": (range(20), PackedBatchSampler([1] * 10, 5), True),
+    "of some, of rows": (range(20), DynamicBatchSampler(len, 5, sampler=lengths_of(10)), True),
+    "of all": (range(20), lengths_of(20), False),
+    "of those that come": (abs, lengths_of(10), False),
+    "of each part": (PARTS, MixtureSampler([lengths_of(5)] * 2, [1, 1]), False),
+    "of none": (range(20), BatchSampler(10, 2), False),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_lengths_of_some_samples_are_told(case, caplog):
+    dataset, sampler, is_told = LENGTHS[case]
+    iter(Loader(dataset, sampler, num_workers=0))
+    said = [line for line in caplog.messages if "the sampler has the lengths of 10" in line]
+    assert len(said) == is_told
+
+
+@pytest.mark.parametrize("n", [10, 20])
+def test_lengths_of_some_samples_are_told_in_the_drop_in(n, caplog):
+    loader = require("minloader.torch").DataLoader(range(20), batch_sampler=lengths_of(n))
+    assert sum(map(len, loader)) == n
+    said = [line for line in caplog.messages if "the sampler has the lengths of 10" in line]
+    assert len(said) == (n < 20)
+
+
+@pytest.mark.parametrize("epochs", [iter, lambda loader: (b for _, b in loader.epochs(1))])
+def test_the_epoch_of_the_loop_that_is_set_again_is_told(epochs, anywhere, caplog):
+    loader = anywhere(abs, range(3))
+    batches = epochs(loader)
+    next(batches)
+    loader.set_epoch(1)  # it would come next anyway
+    assert caplog.messages == []
+    loader.set_epoch(0)
+    (said,) = caplog.messages
+    assert "the next epoch is 0 once more; unless that is meant, call it before" in said
+    assert list(batches) == [1, 2]
+
+
+def test_an_epoch_that_is_begun_again_on_purpose_is_not_told(caplog):
+    loader = Loader(abs, range(3), num_workers=0)
+    assert next(iter(loader)) == 0
+    loader.set_epoch(0)
+    assert list(loader) == [0, 1, 2]
+    loader.set_epoch(0)
+    assert caplog.messages == []
+
+
+def test_a_sampler_that_a_loader_reads_is_not_asked_for_its_state(anywhere, caplog):
+    sampler = BatchSampler(100, 2)  # more than are read ahead
+    batches = iter(anywhere(list, sampler))
+    next(batches)
+    sampler.state_dict()
+    (said,) = caplog.messages
+    assert "save loader.state_dict(), which has the state of the sampler" in said
+
+
+class Asked(BatchSampler):
+    """The user's own, whose state has more."""
+
+    def state_dict(self) -> Any:
+        return super().state_dict() | {"mine": 1}
+
+
+@pytest.mark.parametrize("sampler", [BatchSampler(6, 2), Asked(6, 2)], ids=["ours", "theirs"])
+def test_nobody_is_told_of_a_state_that_the_loader_asks_for(sampler, caplog):
+    loader = Loader(list, sampler, num_workers=0)
+    states = [loader.state_dict() for _ in loader]
+    loader.load_state_dict(states[0])
+    assert list(loader) == [[2, 3], [4, 5]]
+    sampler.state_dict()  # between epochs it is true
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("n", "said"), [(8, 0), (20, 1)])
+def test_a_state_of_fewer_samples_is_told(n, said, caplog):
+    former = Loader(range(8), batch_size=4, num_workers=0)
+    next(iter(former))
+    loader = Loader(range(n), batch_size=4, num_workers=0)
+    loader.load_state_dict(former.state_dict())
+    assert len(list(loader)) == 1
+    lines = [line for line in caplog.messages if "the state is of an epoch with 8" in line]
+    assert len(lines) == said
+
+
 def test_an_inner_sampler_of_batches_is_told():
     sampler = DynamicBatchSampler([3] * 4, max_total=6, sampler=[[0, 1], [2, 3]])
     with pytest.raises(TypeError) as caught:

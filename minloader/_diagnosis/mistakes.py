@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from minloader._epochs.course import Cursor
+from minloader._diagnosis.rarely_meant import look_at_lengths
 from minloader._epochs.position import Position
 from minloader._formats import brief_repr
 from minloader._memory.pickling import unpack
@@ -19,8 +18,6 @@ from minloader._sampling.ranks import dealer_of_process, ranks_as_text, with_inn
 from minloader._sampling.seeding import Piece
 from minloader._sampling.sliced import sliced
 from minloader._worker.messages import Job
-
-logger = logging.getLogger("minloader")
 
 OTHER_NAMES = {
     "batch_sampler": "give it as sampler, with collate_fn=minloader.collate",
@@ -123,12 +120,15 @@ def check_frame(dataset: Any) -> None:
         )
 
 
-def check_array(dataset: Any, sampler: Any) -> None:
+def check_fit(dataset: Any, sampler: Any) -> None:
     """Refuse an array as a dataset for items that it would take as indices along its axes.
+
+    A sampler that has lengths of some samples alone is told of.
 
     Raises:
         TypeError: the sampler splits samples, or draws from other parts than the array has.
     """
+    look_at_lengths(dataset, sampler)
     axes = getattr(dataset, "ndim", 0)  # with fewer, it raises an error itself
     for each in with_inner(sampler):
         if axes > 2 and getattr(each, "long", "") == "split":
@@ -156,22 +156,50 @@ def no_length(dataset: Any, error: TypeError) -> TypeError:
     )
 
 
-def report_bound(dataset: Any) -> None:
-    """Say in the log that a method of a stream belongs to another object than the one read."""
-    logger.warning(
-        "transform, collate_fn or worker_init_fn is a method of the stream %s: workers read copies "
-        "of that, and it does not see what these change in themselves; have the stream yield it "
-        "with each sample, or worker_init_fn use info.dataset",
-        brief_repr(dataset),
-    )
+def check_sampler_state(sampler: Any, position: Position, allow: Any) -> None:
+    """Refuse what no sampler of the kind there is can go on from.
 
-
-def check_stream_state(dataset: Any, position: Position) -> None:
-    """Refuse a state that has a stream's own, of a stream without ``load_state_dict``.
+    Args:
+        sampler: of the loader.
+        position: that a state is of.
+        allow: names of arguments that may be others.
 
     Raises:
-        ValueError: it has.
+        ValueError: it lacks ``load_state_dict``, or keeps its order for itself, or is none of ours.
     """
+    if allow and not isinstance(sampler, Sampler):
+        raise ValueError(
+            f"allow is for a sampler of minloader's, but this loader has {brief_repr(sampler)}; "
+            "drop it"
+        )
+    has_state = position.lanes[0].source_state.state is not None
+    if position.epoch:
+        refuse_own_generator(sampler, is_put_back=has_state)
+    if has_state and not is_stateful(sampler):
+        raise ValueError(
+            f"the state has one of its sampler, but the sampler here, {brief_repr(sampler)}, has "
+            "no load_state_dict; give the loader the sampler that the state was taken with"
+        )
+
+
+def check_stream_state(dataset: Any, position: Position, allow: Any) -> None:
+    """Refuse a state that has a stream's own, of a stream without ``load_state_dict``.
+
+    Args:
+        dataset: the stream.
+        position: that a state is of.
+        allow: names of arguments of a sampler, of which there is none.
+
+    Raises:
+        ValueError: it has, or ``allow`` names some.
+    """
+    if allow:
+        raise ValueError(
+            "allow is for a sampler of minloader's, but this loader has a stream, got "
+            f"{allow!r}; drop it"
+        )
+    if is_stateful(dataset):
+        return
     states = [lane.source_state.state for lane in position.lanes]
     if any("dataset" in unpack(state) for state in states if state is not None):
         raise ValueError(
@@ -228,23 +256,6 @@ def _takes_parts(dataset: Any) -> bool:
     return False
 
 
-def look_at_left(cursor: Cursor, until: int) -> None:
-    """Say in the log that an epoch counts which was begun, and left before its last batch."""
-    epoch = cursor.epoch
-    if epoch is None or epoch.is_over or cursor.start is not None or cursor.number is not None:
-        return  # it was not left, or the user has said what comes next
-    if epoch.position().lanes[0].given == epoch.length:
-        return
-    logger.warning(
-        "epochs(until=%d) begins with epoch %d, since epoch %d was begun and left, if only for a "
-        "look at a batch; to begin with that again, call loader.set_epoch(%d) before",
-        until,
-        epoch.number + 1,
-        epoch.number,
-        epoch.number,
-    )
-
-
 def part_meant(checkpoint: Mapping[Any, Any], names: set[str]) -> str:
     """Return which part of a checkpoint is the state, in words; "" if none is."""
     for key, part in checkpoint.items():
@@ -285,6 +296,24 @@ def no_state_of_a_sampler(sampler: Any, state: Mapping[str, Any], missing: str) 
     else:
         text = f"this is no state of a {kind}: it has no {missing!r}, but {brief_repr(list(state))}"
     return ValueError(text)
+
+
+def other_argument(name: str, here: Any, former: Any) -> ValueError:
+    """Return the error for a state of a sampler of ours that was made with another argument.
+
+    Args:
+        name: of the attribute.
+        here: its value.
+        former: that of the state.
+    """
+    label = "n, the number of samples," if name == "n" else name
+    difference = f"{label} is {here!r}, but the state is of {name} {former!r}"
+    if name == "lengths_digest":  # digests, which tell a reader nothing
+        difference = "the lengths, or their costs, are not those that the state is of"
+    return ValueError(
+        f"{difference}; give the dataset and the arguments of the sampler that there were then, or "
+        "start anew without the state"
+    )
 
 
 def other_sampler(sampler: Any, former: str, at: int, ordinal: int, *item: Any) -> ValueError:

@@ -29,7 +29,6 @@ from minloader._epochs.position import (
     to_state,
 )
 from minloader._errors import not_the_end
-from minloader._formats import brief_repr
 from minloader._memory.pickling import pack
 from minloader._pools.interrupts import Interrupts, interrupts_held
 from minloader._protocols import is_stateful
@@ -97,6 +96,11 @@ class Course:
         """Set the number of the next epoch."""
         cursor = self.cursor
         start = cursor.start
+        current = self._current
+        if current is not None and current.number == number:
+            from minloader._diagnosis.rarely_meant import report_again
+
+            report_again(number)
         if start is not None:
             start = start.at_epoch(number)
             if start is None:
@@ -256,22 +260,11 @@ class Course:
         Raises:
             ValueError: the sampler was another one, as far as that can be told.
         """
-        sampler = self.source.items
-        if allow and not isinstance(sampler, Sampler):
-            raise ValueError(
-                "allow is for a sampler of minloader's, but this loader has "
-                f"{brief_repr(sampler)}; drop it"
-            )
-        (lane,) = position.lanes
-        if position.epoch:
-            from minloader._diagnosis.mistakes import refuse_own_generator
+        from minloader._diagnosis.mistakes import check_sampler_state
 
-            refuse_own_generator(sampler, is_put_back=lane.source_state.state is not None)
-        if lane.source_state.state is not None and not is_stateful(sampler):
-            raise ValueError(
-                f"the state has one of its sampler, but the sampler here, {brief_repr(sampler)}, "
-                "has no load_state_dict; give the loader the sampler that the state was taken with"
-            )
+        sampler = self.source.items
+        check_sampler_state(sampler, position, allow)
+        (lane,) = position.lanes
         if lane.source_state.state is None or not isinstance(sampler, Sampler):
             check_length(position.epoch, self.source.length_between(), position.length)
             return position

@@ -18,7 +18,7 @@ from minloader._errors import add_note, breaks_in, not_the_end, without_frames
 from minloader._formats import brief_repr, counted, differences
 from minloader._pools.base import HeldItem
 from minloader._protocols import is_stateful
-from minloader._sampling.base import Sampler
+from minloader._sampling.base import Run, Sampler
 from minloader._sampling.digest import digest
 from minloader._sampling.ranks import ranks_as_text, with_inner
 from minloader._sampling.reader import Check, Reader, Source, SourceState
@@ -37,6 +37,12 @@ class SamplerSource(Source):
 
     def __init__(self, sampler: Any) -> None:
         super().__init__("sampler", sampler)
+
+    def begin(self, epoch: int, pass_number: int) -> Any:
+        iterator = super().begin(epoch, pass_number)
+        if isinstance(iterator, Run):
+            iterator.is_of_loader = True
+        return iterator
 
     @property
     def state_begins_epoch(self) -> bool:

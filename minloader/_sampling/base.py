@@ -74,7 +74,10 @@ class Run(Iterator[Any]):
         dropped: number of samples that no rank gets, as far as is known.
         touched: whether a batch was asked for.
         ended: whether there are no more.
+        is_of_loader: whether a loader has it, which reads ahead of the consumer.
     """
+
+    is_of_loader = False
 
     def __init__(self, sampler: Any, epoch: int, start: RunState) -> None:
         self.sampler = sampler
@@ -229,6 +232,10 @@ class Sampler(Resettable):
         The dict has all that decides the order, so that ``load_state_dict`` can refuse a state that
         does not fit. Every rank has the same one.
         """
+        if self._run is not None and self._run.is_of_loader:
+            from minloader._diagnosis.rarely_meant import look_at_read_ahead
+
+            look_at_read_ahead(self, self._run)
         return copy.deepcopy({**self._identity(), "epoch": self.epoch, **self._run_state()})
 
     def load_state_dict(self, state: dict[str, Any], allow: str | Iterable[str] = ()) -> None:
@@ -357,18 +364,11 @@ class Sampler(Resettable):
                 from minloader._diagnosis.mistakes import no_state_of_a_sampler
 
                 raise no_state_of_a_sampler(self, state, name)
-        for name in identity:
-            if name in self._dealt_by or state[name] == identity[name]:
-                continue
-            label = "n, the number of samples," if name == "n" else name
-            former = state[name]
-            difference = f"{label} is {identity[name]!r}, but the state is of {name} {former!r}"
-            if name == "lengths_digest":  # digests, which tell a reader nothing
-                difference = "the lengths, or their costs, are not those that the state is of"
-            raise ValueError(
-                f"{difference}; give the dataset and the arguments of the sampler that there were "
-                "then, or start anew without the state"
-            )
+        for name, here in identity.items():
+            if name not in self._dealt_by and state[name] != here:
+                from minloader._diagnosis.mistakes import other_argument
+
+                raise other_argument(name, here, state[name])
 
     def _check_run_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that is no RunState."""

@@ -160,12 +160,9 @@ class ItemSource(Source):
         if state is None:
             return
         if isinstance(self.items, Indices):
-            if checked_int(self.name, state, 0) > len(self):
-                raise ValueError(
-                    f"n, the number of samples, is {len(self)}, but the state is of an epoch with "
-                    f"n {state}; give the dataset that there was then, or start anew without the "
-                    "state"
-                )
+            from minloader._diagnosis.rarely_meant import look_at_growth
+
+            look_at_growth(checked_int(self.name, state, 0), len(self))
         elif self.is_ours:
             self.items._checked(state, ())
         elif not is_stateful(self.items):

@@ -579,6 +579,10 @@ class DataLoader(_TorchLoader, Generic[T]):  # type: ignore[misc]
             if self.batch_size is not None:
                 last_batch = "discard" if self.drop_last else "keep"
                 options |= {"batch_size": self.batch_size, "last_batch": last_batch}
+        else:
+            from minloader._diagnosis.rarely_meant import look_at_lengths
+
+            look_at_lengths(dataset, self._order)
         made = _Loader(dataset, None if stream else self._order, **options)
         made.serve_drop_in()
         return made
