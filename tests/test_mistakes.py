@@ -1143,6 +1143,16 @@ def lengths_of(n: int) -> DynamicBatchSampler:
     return DynamicBatchSampler([1] * n, max_total=5)
 
 
+class Unsized:
+    """Its length cannot be told."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 PARTS = Concatenated([range(5), range(5)])
 
 LENGTHS: dict[str, tuple[Any, Any, bool]] = {
@@ -1151,6 +1161,7 @@ LENGTHS: dict[str, tuple[Any, Any, bool]] = {
     "of some, of rows": (range(20), DynamicBatchSampler(len, 5, sampler=lengths_of(10)), True),
     "of all": (range(20), lengths_of(20), False),
     "of those that come": (abs, lengths_of(10), False),
+    "of nobody knows how many": (Unsized(), lengths_of(10), False),
     "of each part": (PARTS, MixtureSampler([lengths_of(5)] * 2, [1, 1]), False),
     "of none": (range(20), BatchSampler(10, 2), False),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from minloader._epochs.course import Cursor
+from minloader._errors import breaks_in
 from minloader._formats import brief_repr
 from minloader._sampling.base import Run, Sampler
 from minloader._sampling.ranks import with_inner
@@ -43,7 +44,9 @@ def look_at_lengths(dataset: Any, sampler: Any) -> None:
     known = [each.n for each in found if hasattr(each, "lengths_digest") and each.n is not None]
     try:
         size = len(dataset)
-    except TypeError:
+    except Exception as error:  # it has none, or none that is needed
+        if breaks_in(error):
+            raise
         return
     if known and max(known) < size:
         logger.warning(
