@@ -708,14 +708,20 @@ def test_a_pool_in_a_worker_knows_functions_of_the_main_module(method, tmp_path)
 
 
 KEEPS_A_POOL = """
-import multiprocessing, sys
+import multiprocessing, os, select, sys
+from multiprocessing import resource_tracker, util
 from minloader import Loader
 def square(n): return n * n
+def wait_for_a_tracker_that_is_killed():
+    pid = resource_tracker._resource_tracker._pid
+    if pid is not None: select.select([os.pidfd_open(pid)], [], [], 0.2)
 class Pooled:
     pool = None
     def __len__(self): return 6
     def __getitem__(self, n):
-        if self.pool is None: self.pool = multiprocessing.get_context("spawn").Pool(2)
+        if self.pool is None:
+            self.pool = multiprocessing.get_context("spawn").Pool(2)
+            util.Finalize(None, wait_for_a_tracker_that_is_killed, exitpriority=0)
         return self.pool.map(square, [n])
 if __name__ == "__main__":
     with Loader(Pooled(), num_workers=2, mp_context=sys.argv[1]) as loader: print(list(loader))
@@ -724,7 +730,10 @@ if __name__ == "__main__":
 
 @variants("method", ["forkserver", "spawn", "fork"])
 def test_a_pool_that_a_worker_keeps_leaves_no_semaphores(method, tmp_path):
-    """It is ended before its processes are killed: with one of its locks it would never end."""
+    """It is ended before its processes are killed: with one of its locks it would never end.
+
+    Then its semaphores are unlinked, of which the tracker is told, which a forked worker starts.
+    """
     script = tmp_path / "script.py"
     script.write_text(KEEPS_A_POOL)
     quietly = ["-W", "ignore::DeprecationWarning"]  # of forks beside threads

@@ -405,7 +405,7 @@ def test_the_verdict_names_the_bottleneck(name):
         return all(part in stats.verdict for part in said)
 
     # It cannot be seen where other programs have the machine for all this time.
-    assert eventually(is_said) or "waiting for a processor" in texts[-1], texts[-1]
+    assert eventually(is_said, 180) or "waiting for a processor" in texts[-1], texts[-1]
 
 
 FIGURES: dict[str, Any] = {

@@ -59,8 +59,9 @@ def start(setup: WorkerSetup, index: int, inheritance: Inheritance | None) -> No
     lead_group()
     follow_parent(setup.clean_up)
     # Before multiprocessing joins the processes that the dataset started, which could be never. Its
-    # pools end before that, at 15: killed processes may have one of their locks, for ever.
-    multiprocessing.util.Finalize(None, kill_descendants, exitpriority=1)
+    # pools end before that, at 15: killed processes may have one of their locks, for ever. So do
+    # its semaphores, at 0, which tell the tracker: of one priority what was made first comes last.
+    multiprocessing.util.Finalize(None, kill_descendants, exitpriority=0)
     if sys.version_info < (3, 13) and multiprocessing.get_start_method() != "spawn":
         # There a fork ends without what was registered with atexit (cpython #83856).
         atexit._clear()  # the parent's
