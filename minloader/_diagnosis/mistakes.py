@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from minloader._diagnosis.rarely_meant import look_at_lengths
+from minloader._diagnosis.rarely_meant import look_at_lengths, report_growth
 from minloader._epochs.position import Position
 from minloader._formats import brief_repr
 from minloader._memory.pickling import unpack
@@ -296,6 +296,25 @@ def no_state_of_a_sampler(sampler: Any, state: Mapping[str, Any], missing: str) 
     else:
         text = f"this is no state of a {kind}: it has no {missing!r}, but {brief_repr(list(state))}"
     return ValueError(text)
+
+
+def check_size(former: int, size: int) -> None:
+    """Refuse a dataset with fewer samples than when a state was taken; more are told of.
+
+    Args:
+        former: how many there were then.
+        size: how many there are now.
+
+    Raises:
+        ValueError: these are fewer.
+    """
+    if size < former:
+        raise ValueError(
+            f"n, the number of samples, is {size}, but the state is of an epoch with n {former}; "
+            "give the dataset that there was then, or start anew without the state"
+        )
+    if size > former:
+        report_growth(former, size)
 
 
 def other_argument(name: str, here: Any, former: Any) -> ValueError:

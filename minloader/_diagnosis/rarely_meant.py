@@ -39,16 +39,16 @@ def look_at_lengths(dataset: Any, sampler: Any) -> None:
         sampler: of the loader.
     """
     found = with_inner(sampler)
-    if any(hasattr(each, "parts") for each in found):
-        return  # each part has lengths of its own
     known = [each.n for each in found if hasattr(each, "lengths_digest") and each.n is not None]
+    if not known or any(hasattr(each, "parts") for each in found):  # of each part
+        return
     try:
         size = len(dataset)
     except Exception as error:  # it has none, or none that is needed
         if breaks_in(error):
             raise
         return
-    if known and max(known) < size:
+    if max(known) < size:
         logger.warning(
             "the dataset has %d samples, but the sampler has the lengths of %d: the others never "
             "come; give the length of each sample; said once",
@@ -103,23 +103,13 @@ def look_at_read_ahead(sampler: Sampler, run: Run) -> None:
     )
 
 
-def look_at_growth(former: int, size: int) -> None:
+def report_growth(former: int, size: int) -> None:
     """Say in the log that a dataset has more samples than when a state was taken.
 
     Args:
         former: how many there were then.
         size: how many there are now.
-
-    Raises:
-        ValueError: these are fewer.
     """
-    if size < former:
-        raise ValueError(
-            f"n, the number of samples, is {size}, but the state is of an epoch with n {former}; "
-            "give the dataset that there was then, or start anew without the state"
-        )
-    if size == former:
-        return
     logger.warning(
         "the dataset has %d samples, but the state is of an epoch with %d: that epoch goes on with "
         "the first %d, the next has all; if it is another dataset, start anew without the state; "

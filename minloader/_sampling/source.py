@@ -160,9 +160,9 @@ class ItemSource(Source):
         if state is None:
             return
         if isinstance(self.items, Indices):
-            from minloader._diagnosis.rarely_meant import look_at_growth
+            from minloader._diagnosis.mistakes import check_size
 
-            look_at_growth(checked_int(self.name, state, 0), len(self))
+            check_size(checked_int(self.name, state, 0), len(self))
         elif self.is_ours:
             self.items._checked(state, ())
         elif not is_stateful(self.items):

@@ -239,7 +239,6 @@ class Place:
         behind: the global generators as it began, and behind each item, as torch's loader without
             workers has them.
         skipped: how many of its first batches are left out, if it has not begun.
-        is_behind_left: whether the epoch before was left: samplers have no state that begins it.
     """
 
     number: int = 0
@@ -249,7 +248,6 @@ class Place:
     fixed: Fixed | None = None
     behind: list[Generators] = field(default_factory=list)
     skipped: int = 0
-    is_behind_left: bool = False
 
 
 @dataclass
@@ -313,7 +311,8 @@ class DropIn:
         none that begins the next one.
         """
         is_in_state = "with state, inner" in self.kind
-        return "hidden" in self.kind or (is_in_state and self.place.is_behind_left)
+        is_behind_left = self.place.number > 0 and not self.place.chain
+        return "hidden" in self.kind or (is_in_state and is_behind_left)
 
     def arguments(self, generator: torch.Generator) -> Arguments:
         return {"dataset": Drawing(self.n), "collate_fn": list} | KINDS[self.kind](
@@ -396,7 +395,7 @@ class DropIn:
     def go_on(self) -> None:
         """Goes to the next epoch, if the present one was left."""
         if self.left:
-            self.place = Place(self.place.number + 1, self.told, is_behind_left=True)
+            self.place = Place(self.place.number + 1, self.told)
             self.left = False
 
     def skip(self, count: int) -> None:
